@@ -1,0 +1,1 @@
+"""The actors: Ray replicas and gRPC shells around the engine."""

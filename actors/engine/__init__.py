@@ -1,0 +1,1 @@
+"""The engine: sequences, paged KV, scheduling, verification, drafting. No Ray, no gRPC."""

@@ -1,0 +1,1 @@
+"""The cluster: configuration, gateway, application builder, command line."""

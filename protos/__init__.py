@@ -1,0 +1,1 @@
+"""The three contracts and the code generated from them (``make protos``)."""
