@@ -24,3 +24,19 @@ class IncompatibleDraftError(PacelineError):
 
 class QueueFullError(PacelineError):
     """The target takes no further request at present."""
+
+
+class NonFiniteLogitsError(PacelineError):
+    """The model gave rows of logits that no token can be drawn from (NaN, +inf, or nothing but −inf).
+
+    ``rows`` are the indices of the bad rows in the batch: the sequences they belong to fail, and the others
+    are sampled again without them.
+    """
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        shown = ", ".join(map(str, rows))
+        super().__init__(
+            f"logits of row {shown} hold NaN, +inf or no finite value; "
+            "try dtype float32, or check the model's weights"
+        )
+        self.rows = rows

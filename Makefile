@@ -1,0 +1,77 @@
+# One command for each thing one does with a clone. `make` alone lists them.
+#   MODEL=smollm2-135m-instruct make demo     a light model
+#   PYTHON=python3.12 make test               another interpreter (3.11 or newer)
+
+PYTHON ?= python3
+MODEL ?= qwen2.5-coder-1.5b-instruct
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar=on -c constraints.txt
+
+SOURCES := actors cluster
+PROTOS := $(wildcard protos/*.proto)
+TYPING := build/typing
+GENERATED := build/protos
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint format protos bench docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## set up, serve real weights and answer three prompts (MODEL=NAME)
+	@$(BIN)/paceline demo --model "$(MODEL)"
+
+test: lint ## lint, then every test that takes seconds
+	@$(BIN)/python -m pytest -m "not heavy and not gpu" $(PYTEST_ARGS)
+
+test-all: lint ## lint, then every test (GPU tests are skipped where there is no GPU)
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "Run 'make format'."; exit 1; }
+	@# An editable install's import hook is invisible to mypy: give it the namespace as links.
+	@mkdir -p $(TYPING)/paceline
+	@for package in $(SOURCES) protos; do ln -sfn ../../../$$package $(TYPING)/paceline/$$package; done
+	@ln -sfn ../../benchmarks $(TYPING)/benchmarks
+	@cd $(TYPING) && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml \
+		$(SOURCES:%=-p paceline.%) $(if $(wildcard benchmarks/*.py),-p benchmarks)
+
+format: $(INSTALLED) ## rewrite the sources in the project's style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+protos: $(INSTALLED) ## regenerate the code of protos/*.proto
+	@rm -rf $(GENERATED) && mkdir -p $(GENERATED)
+	@$(BIN)/python -m grpc_tools.protoc -Ipaceline/protos=protos --python_out=$(GENERATED) \
+		--pyi_out=$(GENERATED) --grpc_python_out=$(GENERATED) $(PROTOS:%=paceline/%)
+	@cp $(GENERATED)/paceline/protos/*_pb2*.py* protos/
+
+bench: $(INSTALLED) ## run the benchmarks behind the README's numbers
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+docs: $(INSTALLED) ## regenerate docs/configuration.md
+	@$(BIN)/python -m paceline.cluster.config_reference > docs/configuration.md.new
+	@mv docs/configuration.md.new docs/configuration.md
+
+clean: ## remove what the other targets made, except pulled weights
+	@rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Paceline needs Python 3.11 or newer; name it: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "[1/4] virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/4] pip"
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
+	@echo "[3/4] torch"
+	@$(PIP_INSTALL) torch
+	@echo "[4/4] paceline and its other dependencies"
+	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@touch $@

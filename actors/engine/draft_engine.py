@@ -1,0 +1,367 @@
+"""The draft engine: one batched step proposes the next token of every sequence of every target.
+
+Events of the targets come in (``open``, ``verdict``, ``close``), candidates and declines go out
+(``take_outbox``). Nothing a target says can raise here: what does not fit is declined or counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.actors.engine.batch import ModelRunner, SequenceSlice
+from paceline.actors.engine.blocks import BlockManager
+from paceline.actors.engine.config import DraftEngineConfig
+from paceline.actors.engine.draft_schedule import MAX_DECODE_TOKENS, PlannedSlice, PrefillPace, plan_step
+from paceline.actors.engine.draft_sequence import DraftSequence, SequenceKey, VerdictError
+from paceline.actors.engine.errors import NonFiniteLogitsError
+from paceline.actors.engine.messages import Candidates, Close, Decline, Open, Verdict
+from paceline.actors.engine.sampling import sample
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class CandidateOutput:
+    """What one target is told: at most one message per step."""
+
+    candidates: list[Candidates] = field(default_factory=list)
+    declines: list[Decline] = field(default_factory=list)
+    step_seconds: float = 0.0
+    """Time of the step that made the candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSnapshot:
+    """Counters since the start (``num_…_total``) and gauges, for status and metrics."""
+
+    num_targets: int
+    num_sequences: int
+    num_resting_sequences: int
+    num_free_blocks: int
+    num_blocks: int
+    num_steps_total: int
+    num_drafted_tokens_total: int
+    num_discarded_tokens_total: int
+    """Chain tokens thrown away by verdicts."""
+    num_prefill_tokens_total: int
+    num_declines_total: int
+    num_stale_messages_total: int
+    """Messages of an old epoch, of an unknown sequence or of an unknown target."""
+    num_faults_total: int
+    last_fault: str
+    step_seconds: float
+    """Time of the last step."""
+
+
+class DraftEngine:
+    """Drafts for all sequences of all targets. Not thread-safe: events and steps on one thread.
+
+    Args:
+        runner: the draft model with its paged KV cache.
+        config: limits of the draft.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, config: DraftEngineConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._runner = runner
+        self._config = config
+        self._clock = clock
+        self._max_model_len = min(runner.max_model_len, config.max_model_len or runner.max_model_len)
+        self._blocks = BlockManager(runner.num_blocks, runner.block_size)
+        self._vocab_sizes: dict[str, int] = {}
+        """Per target: ids below this one exist in both models."""
+        self._sequences: dict[SequenceKey, DraftSequence] = {}
+        self._declines: dict[str, list[Decline]] = {}
+        self._pace = PrefillPace()
+        self._step_seconds = 0.0
+        self._num_steps = 0
+        self._num_turns = 0
+        self._num_drafted = 0
+        self._num_discarded = 0
+        self._num_prefill = 0
+        self._num_declines = 0
+        self._num_stale = 0
+        self._num_faults = 0
+        self._last_fault = ""
+
+    # ------------------------------------------------------------------ events
+
+    def target_joined(self, peer: str, vocab_size: int) -> None:
+        """A target's stream is open. ``vocab_size``: rows of the target's output layer."""
+        self._forget(peer)
+        self._vocab_sizes[peer] = min(vocab_size, self._runner.vocab_size)
+
+    def target_left(self, peer: str) -> None:
+        """The target's stream is gone: forget its sequences, free their blocks."""
+        self._forget(peer)
+        self._vocab_sizes.pop(peer, None)
+
+    def open(self, peer: str, event: Open) -> None:
+        """Take a sequence, or decline it. A newer epoch replaces an older one of the same sequence."""
+        vocab_size = self._vocab_sizes.get(peer)
+        if vocab_size is None:
+            self._num_stale += 1
+            return
+        present = self._sequences.get(SequenceKey(peer, event.sequence_id))
+        if present is not None:
+            if event.epoch < present.epoch:
+                self._num_stale += 1
+                return
+            self._remove(present)
+        reason = self._reason_to_refuse(event)
+        if reason:
+            self._decline(peer, event.sequence_id, event.epoch, reason)
+            return
+        sequence = DraftSequence(peer, event, vocab_size=vocab_size, max_model_len=self._max_model_len)
+        self._sequences[sequence.key] = sequence
+
+    def verdict(self, peer: str, event: Verdict) -> None:
+        """Follow the target: commit, roll back what it did not take, set the window."""
+        sequence = self._find(peer, event.sequence_id, event.epoch)
+        if sequence is None:
+            return
+        try:
+            self._check_token_ids(event.committed_token_ids)
+            self._num_discarded += sequence.commit(event.base_position, event.committed_token_ids)
+        except VerdictError as error:
+            self._drop(sequence, str(error))
+            return
+        sequence.window = max(0, event.window)
+        self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)
+        if sequence.num_committed >= self._max_model_len:
+            self._drop(sequence, self._too_long(sequence.num_committed))
+
+    def close(self, peer: str, event: Close) -> None:
+        """Forget a sequence and free its blocks."""
+        sequence = self._find(peer, event.sequence_id, event.epoch)
+        if sequence is not None:
+            self._remove(sequence)
+
+    # ------------------------------------------------------------------ stepping
+
+    def has_work(self) -> bool:
+        """Whether ``step`` would compute anything."""
+        return any(sequence.wants_token for sequence in self._sequences.values())
+
+    def step(self) -> None:
+        """One forward pass over all sequences that have room for another token."""
+        plan = plan_step(
+            self._sequences.values(),
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            prefill_limit=self._pace.limit(),
+        )
+        plan = self._reserve(plan)
+        if not plan:
+            return
+        self._num_steps += 1
+        started = self._clock()
+        try:
+            self._compute(plan)
+        except Exception as error:  # whatever a model raises: these sequences go, the draft stays
+            logger.exception("a draft step failed")
+            self._num_faults += 1
+            self._last_fault = f"{type(error).__name__}: {error}"
+            for sequence, _ in plan:
+                self._drop(sequence, f"the draft's step failed ({type(error).__name__})")
+            return
+        self._step_seconds = self._clock() - started
+
+    def take_outbox(self) -> dict[str, CandidateOutput]:
+        """What each target is to be told since the last call; targets with no news are left out."""
+        outbox = {peer: CandidateOutput(declines=declines) for peer, declines in self._declines.items()}
+        self._declines = {}
+        for key, sequence in self._sequences.items():
+            candidates = sequence.take_candidates()
+            if candidates is not None:
+                output = outbox.setdefault(key.peer, CandidateOutput())
+                output.candidates.append(candidates)
+                output.step_seconds = self._step_seconds
+        return outbox
+
+    def snapshot(self) -> DraftSnapshot:
+        return DraftSnapshot(
+            num_targets=len(self._vocab_sizes),
+            num_sequences=len(self._sequences),
+            num_resting_sequences=sum(sequence.window == 0 for sequence in self._sequences.values()),
+            num_free_blocks=self._blocks.num_free_blocks,
+            num_blocks=self._blocks.num_blocks,
+            num_steps_total=self._num_steps,
+            num_drafted_tokens_total=self._num_drafted,
+            num_discarded_tokens_total=self._num_discarded,
+            num_prefill_tokens_total=self._num_prefill,
+            num_declines_total=self._num_declines,
+            num_stale_messages_total=self._num_stale,
+            num_faults_total=self._num_faults,
+            last_fault=self._last_fault,
+            step_seconds=self._step_seconds,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that sequences and blocks agree (for tests)."""
+        held: list[int] = []
+        for key, sequence in self._sequences.items():
+            sequence.check()
+            assert sequence.key == key
+            assert key.peer in self._vocab_sizes
+            needed = self._blocks.blocks_needed(sequence.num_computed_tokens)
+            assert len(sequence.block_table) >= needed, (key, len(sequence.block_table), needed)
+            held.extend(sequence.block_table)
+        assert len(held) == len(set(held)), "a block belongs to two sequences"
+        assert len(held) + self._blocks.num_free_blocks == self._blocks.num_blocks
+        assert len(self._sequences) <= self._config.max_num_seqs
+
+    # ------------------------------------------------------------------ one step's parts
+
+    def _reserve(self, plan: Sequence[PlannedSlice]) -> list[PlannedSlice]:
+        """Give every planned slice its blocks; where there are none left, take the cheapest loss.
+
+        First the KV of resting sequences goes (it can be computed again), then, for a sequence that is
+        drafting, sequences still in prefill are declined, youngest first; else the sequence itself is
+        declined. The target goes on without it in any case.
+        """
+        reserved: list[PlannedSlice] = []
+        for planned in plan:
+            sequence, num_tokens = planned
+            if sequence.key not in self._sequences:
+                continue  # declined a moment ago to make room
+            while not self._blocks.grow(sequence.block_table, sequence.num_computed_tokens + num_tokens):
+                if not self._make_room(sequence):
+                    self._drop(sequence, "the draft has no free KV blocks")
+                    break
+            else:
+                reserved.append(planned)
+        return [planned for planned in reserved if planned.sequence.key in self._sequences]
+
+    def _make_room(self, sequence: DraftSequence) -> bool:
+        for other in self._sequences.values():
+            if other.window == 0 and other.block_table:
+                self._blocks.free(other.block_table)
+                other.num_computed_tokens = 0
+                return True
+        if sequence.num_missing_tokens <= MAX_DECODE_TOKENS:
+            for other in reversed(self._sequences.values()):
+                if other.num_missing_tokens > MAX_DECODE_TOKENS and other.block_table:
+                    self._drop(other, "the draft has no free KV blocks")
+                    return True
+        return False
+
+    def _compute(self, plan: Sequence[PlannedSlice]) -> None:
+        started = self._clock()
+        batch: list[SequenceSlice] = []
+        sampled: list[DraftSequence] = []
+        num_tokens_total = num_prefill = 0
+        for sequence, num_tokens in plan:
+            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+            complete = end == len(sequence.token_ids)
+            batch.append(
+                SequenceSlice(sequence.token_ids[start:end], start, sequence.block_table, int(complete))
+            )
+            if complete:
+                sampled.append(sequence)
+            num_tokens_total += num_tokens
+            if sequence.num_missing_tokens > MAX_DECODE_TOKENS:
+                num_prefill += num_tokens
+
+        logits = self._runner.forward(batch)
+        chosen, broken = _sample(logits, sampled)
+
+        # Nothing is recorded before the whole pass has succeeded.
+        for sequence, num_tokens in plan:
+            sequence.num_computed_tokens += num_tokens
+            self._num_turns += 1
+            sequence.last_turn = self._num_turns
+        for sequence, token_id in chosen:
+            sequence.append(token_id)
+        for sequence in broken:
+            self._drop(sequence, "the draft model's logits are not finite")
+        self._num_drafted += len(chosen)
+        self._num_prefill += num_prefill
+        self._pace.record(self._clock() - started, num_tokens_total - num_prefill, num_prefill)
+
+    # ------------------------------------------------------------------ sequences
+
+    def _reason_to_refuse(self, event: Open) -> str:
+        num_tokens = len(event.token_ids)
+        if num_tokens == 0:
+            return "the sequence has no tokens"
+        if len(self._sequences) >= self._config.max_num_seqs:
+            return f"the draft is full (max_num_seqs = {self._config.max_num_seqs})"
+        if num_tokens >= self._max_model_len:
+            return self._too_long(num_tokens)
+        if self._blocks.blocks_needed(num_tokens) > self._blocks.num_blocks:
+            return f"{num_tokens} tokens do not fit into the draft's KV cache"
+        try:
+            self._check_token_ids(event.token_ids)
+        except VerdictError as error:
+            return str(error)
+        return ""
+
+    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises VerdictError for an id that the draft model cannot read."""
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._runner.vocab_size):
+            raise VerdictError(f"a token id is outside the draft's vocabulary of {self._runner.vocab_size}")
+
+    def _too_long(self, num_tokens: int) -> str:
+        return f"{num_tokens} tokens reach the draft's length (max_model_len = {self._max_model_len})"
+
+    def _find(self, peer: str, sequence_id: str, epoch: int) -> DraftSequence | None:
+        sequence = self._sequences.get(SequenceKey(peer, sequence_id))
+        if sequence is None or sequence.epoch != epoch:
+            self._num_stale += 1
+            return None
+        return sequence
+
+    def _drop(self, sequence: DraftSequence, reason: str) -> None:
+        self._remove(sequence)
+        self._decline(sequence.key.peer, sequence.key.sequence_id, sequence.epoch, reason)
+
+    def _decline(self, peer: str, sequence_id: str, epoch: int, reason: str) -> None:
+        self._num_declines += 1
+        self._declines.setdefault(peer, []).append(Decline(sequence_id, epoch, reason))
+
+    def _remove(self, sequence: DraftSequence) -> None:
+        del self._sequences[sequence.key]
+        self._blocks.free(sequence.block_table)
+
+    def _forget(self, peer: str) -> None:
+        for sequence in [item for item in self._sequences.values() if item.key.peer == peer]:
+            self._remove(sequence)
+        self._declines.pop(peer, None)
+
+
+def _sample(
+    logits: torch.Tensor, sequences: Sequence[DraftSequence]
+) -> tuple[list[tuple[DraftSequence, int]], list[DraftSequence]]:
+    """Draw the next token of each sequence from its row; return them, and the sequences without a law."""
+    if not sequences:
+        return [], []
+    restricted = _restrict(logits, [sequence.vocab_size for sequence in sequences])
+    params = [sequence.params for sequence in sequences]
+    positions = [len(sequence.token_ids) for sequence in sequences]
+    try:
+        return list(zip(sequences, sample(restricted, params, positions), strict=True)), []
+    except NonFiniteLogitsError as error:
+        bad = set(error.rows)
+    broken = [sequences[row] for row in sorted(bad)]
+    good = [row for row in range(len(sequences)) if row not in bad]
+    chosen, _ = _sample(logits[good], [sequences[row] for row in good])
+    return chosen, broken
+
+
+def _restrict(logits: torch.Tensor, vocab_sizes: Sequence[int]) -> torch.Tensor:
+    """Logits ``[R, V]`` with the ids that a row's target does not have removed (cut off, or −inf)."""
+    widest = max(vocab_sizes)
+    logits = logits[:, :widest]
+    if min(vocab_sizes) == widest:
+        return logits
+    sizes = torch.tensor(vocab_sizes, device=logits.device)
+    outside = torch.arange(widest, device=logits.device) >= sizes[:, None]
+    return logits.masked_fill(outside, -math.inf)

@@ -1,0 +1,157 @@
+"""One sequence as a draft sees it: committed tokens, then the chain that the draft made up itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paceline.actors.engine.errors import PacelineError
+from paceline.actors.engine.messages import Candidates, Open
+from paceline.actors.engine.parameters import SamplingParams
+
+
+class SequenceKey(NamedTuple):
+    """Two targets may use the same sequence id, so the target is part of the name."""
+
+    peer: str
+    sequence_id: str
+
+
+class VerdictError(PacelineError):
+    """A verdict does not fit what the draft was told before; the draft can no longer follow."""
+
+
+class DraftSequence:
+    """Tokens, KV bookkeeping and stream position of one sequence on a draft.
+
+    Invariants (``check`` asserts them):
+        * ``token_ids[:num_committed]`` is committed, the rest is the chain;
+        * KV of ``token_ids[:num_computed_tokens]`` is in the cache, and it is never all of them: the last
+          token is computed by the step that samples its successor;
+        * ``num_committed <= num_reported <= len(token_ids)``: tokens below ``num_reported`` need not be
+          told to the target (it knows them, or they were sent).
+    """
+
+    __slots__ = (
+        "block_table",
+        "epoch",
+        "key",
+        "last_turn",
+        "max_model_len",
+        "num_committed",
+        "num_computed_tokens",
+        "num_reported",
+        "params",
+        "revision",
+        "token_ids",
+        "vocab_size",
+        "window",
+    )
+
+    def __init__(self, peer: str, event: Open, *, vocab_size: int, max_model_len: int) -> None:
+        self.key = SequenceKey(peer, event.sequence_id)
+        self.epoch = event.epoch
+        self.params: SamplingParams = event.sampling
+        self.vocab_size = vocab_size
+        """Ids below this one exist in both models; no other is ever proposed."""
+        self.max_model_len = max_model_len
+        self.token_ids: list[int] = list(event.token_ids)
+        self.num_committed = len(self.token_ids)
+        self.num_reported = self.num_committed
+        self.num_computed_tokens = 0
+        self.block_table: list[int] = []
+        self.revision = 0
+        self.window = max(0, event.window)
+        self.last_turn = 0
+        """When this sequence was last computed, in turns; no two sequences share a turn."""
+
+    @property
+    def num_chain_tokens(self) -> int:
+        return len(self.token_ids) - self.num_committed
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens to compute before the next one can be sampled. At least 1."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether the window and the model's length leave room for one more chain token."""
+        return self.num_chain_tokens < self.window and len(self.token_ids) < self.max_model_len
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token to the chain."""
+        self.token_ids.append(token_id)
+
+    def commit(self, base_position: int, committed: Sequence[int]) -> int:
+        """Take in what the target committed at ``base_position``; return how many chain tokens were lost.
+
+        Tokens are compared by absolute position. The part of the chain that equals the committed tokens
+        becomes committed; what follows it stays as the chain. From the first difference on the chain is
+        discarded, the revision rises, and the committed tokens take its place. Committed tokens past the
+        chain's end (the draft is behind) are appended, and computed by the next steps.
+
+        KV rule: the cache keeps the common prefix, and never the last token's KV (after full acceptance
+        that is one token less than committed).
+
+        Raises:
+            VerdictError: there is a gap before ``base_position``, or tokens committed before differ. The
+                sequence is unchanged.
+        """
+        if base_position > self.num_committed:
+            raise VerdictError(
+                f"verdict starts at position {base_position}, but only {self.num_committed} tokens are known"
+            )
+        known = self.num_committed - base_position
+        if (
+            list(committed[:known])
+            != self.token_ids[base_position : base_position + min(known, len(committed))]
+        ):
+            raise VerdictError(f"verdict at position {base_position} contradicts an earlier one")
+        fresh = committed[known:]
+        if not fresh:
+            return 0
+        start, end = self.num_committed, self.num_committed + len(fresh)
+        common = _common_length(self.token_ids, start, fresh)
+        num_discarded = 0
+        if common < min(end, len(self.token_ids)):
+            num_discarded = len(self.token_ids) - common
+            self.revision += 1
+            del self.token_ids[common:]
+            self.num_computed_tokens = min(self.num_computed_tokens, common)
+            self.num_reported = end
+        # Past a difference or the chain's end the target's tokens go on; a longer chain stays as it is.
+        self.token_ids.extend(fresh[len(self.token_ids) - start :])
+        self.num_committed = end
+        self.num_reported = max(self.num_reported, end)
+        return num_discarded
+
+    def take_candidates(self) -> Candidates | None:
+        """The chain tokens that the target has not been told yet, once."""
+        base_position = self.num_reported
+        token_ids = tuple(self.token_ids[base_position:])
+        if not token_ids:
+            return None
+        self.num_reported = len(self.token_ids)
+        return Candidates(self.key.sequence_id, self.epoch, base_position, token_ids, self.revision)
+
+    def check(self) -> None:
+        """Assert the invariants (for tests)."""
+        size = len(self.token_ids)
+        assert 0 < self.num_committed <= self.num_reported <= size, (
+            self.num_committed,
+            self.num_reported,
+            size,
+        )
+        assert 0 <= self.num_computed_tokens < size, (self.num_computed_tokens, size)
+        assert self.revision >= 0
+        assert self.window >= 0
+
+
+def _common_length(token_ids: Sequence[int], start: int, fresh: Sequence[int]) -> int:
+    """Length of the prefix of ``token_ids`` that agrees with ``fresh`` placed at ``start``."""
+    limit = min(len(token_ids), start + len(fresh))
+    for position in range(start, limit):
+        if token_ids[position] != fresh[position - start]:
+            return position
+    return limit

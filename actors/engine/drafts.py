@@ -1,0 +1,344 @@
+"""The target's book of attached drafts: who holds which sequence, what each was told, how each performs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.actors.engine.chain import DraftChain, Received
+from paceline.actors.engine.estimates import AcceptanceEstimate, RecentMedian
+from paceline.actors.engine.messages import Candidates, Close, DraftHello, Open, Verdict
+from paceline.actors.engine.sequence import Drafting, TargetSequence
+from paceline.actors.engine.target_output import DraftOutput, DraftStatus
+
+
+@dataclass(slots=True)
+class DraftLoad:
+    """What ``assign`` and ``even_out`` need to know of a draft."""
+
+    num_sequences: int
+    capacity: int
+
+    @property
+    def share(self) -> float:
+        return self.num_sequences / self.capacity if self.capacity else float("inf")
+
+
+def assign(wanting: Iterable[Sequence[str]], loads: Mapping[str, DraftLoad]) -> list[str | None]:
+    """Give sequences to drafts, one after the other, each to the least loaded that may have it.
+
+    Args:
+        wanting: per sequence, the drafts that may be given it.
+        loads: all drafts; not changed.
+
+    Returns:
+        A draft per sequence, or None where no allowed draft has room. Load is relative to capacity; ties go
+        to the draft with fewer sequences, then to the first in ``loads``.
+    """
+    held = {peer: DraftLoad(load.num_sequences, load.capacity) for peer, load in loads.items()}
+    given: list[str | None] = []
+    for allowed in wanting:
+        open_peers = [peer for peer in allowed if held[peer].num_sequences < held[peer].capacity]
+        peer = min(open_peers, key=lambda p: (held[p].share, held[p].num_sequences), default=None)
+        if peer is not None:
+            held[peer].num_sequences += 1
+        given.append(peer)
+    return given
+
+
+def even_out(newcomer: str, loads: Mapping[str, DraftLoad]) -> dict[str, int]:
+    """How many sequences each draft should hand to ``newcomer`` so that no two shares differ needlessly.
+
+    The fewest moves: one at a time from the fullest draft, while that leaves it no emptier (relative to
+    capacity) than it makes the newcomer. Each move costs the newcomer a prefill.
+    """
+    held = {peer: DraftLoad(load.num_sequences, load.capacity) for peer, load in loads.items()}
+    new = held.pop(newcomer)
+    moves: dict[str, int] = {}
+    while held and new.num_sequences < new.capacity:
+        peer = max(held, key=lambda p: held[p].share)
+        fullest = held[peer]
+        if (new.num_sequences + 1) / new.capacity > (fullest.num_sequences - 1) / fullest.capacity:
+            break
+        fullest.num_sequences -= 1
+        new.num_sequences += 1
+        moves[peer] = moves.get(peer, 0) + 1
+    return moves
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    peer: str
+    hello: DraftHello
+    sequences: dict[str, TargetSequence] = field(default_factory=dict)
+    step_seconds: RecentMedian = field(default_factory=RecentMedian)
+    response_seconds: RecentMedian = field(default_factory=RecentMedian)
+    """From a verdict to the candidates that answer it: round trip and the draft's next step."""
+    acceptance: AcceptanceEstimate = field(default_factory=lambda: AcceptanceEstimate(decay=0.99))
+
+    @property
+    def load(self) -> DraftLoad:
+        return DraftLoad(len(self.sequences), self.hello.capacity)
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.step_seconds.value or 0.0
+
+    @property
+    def latency(self) -> float:
+        """Expected time from a verdict to the next candidates; before it was measured, two steps."""
+        return self.response_seconds.value or 2.0 * self.seconds_per_token
+
+    @property
+    def rtt_seconds(self) -> float:
+        """What a fresh start costs beyond the draft's own step."""
+        return max(self.latency - self.seconds_per_token, 0.0)
+
+    def can_follow(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens leaves it room to propose any."""
+        return num_tokens < self.hello.max_model_len
+
+    def status(self) -> DraftStatus:
+        return DraftStatus(
+            peer=self.peer,
+            draft_id=self.hello.draft_id,
+            model=self.hello.model,
+            method=self.hello.method,
+            capacity=self.hello.capacity,
+            num_sequences=len(self.sequences),
+            acceptance=self.acceptance.rate,
+            step_seconds=self.seconds_per_token,
+            response_seconds=self.response_seconds.value or 0.0,
+        )
+
+
+class DraftBook:
+    """Invariant: ``sequence.drafting`` names a draft exactly when that draft's ``sequences`` hold it.
+
+    Every method that tells a draft something appends to the outbox; ``take_output`` empties it.
+    """
+
+    def __init__(self, vocab_size: int, max_window: int) -> None:
+        self._vocab_size = vocab_size
+        self._max_window = max_window
+        self._drafts: dict[str, Draft] = {}
+        self._output: dict[str, DraftOutput] = {}
+        self.num_stale = 0
+        self.num_quarantined = 0
+
+    @property
+    def drafts(self) -> Mapping[str, Draft]:
+        return self._drafts
+
+    def draft_of(self, sequence: TargetSequence) -> Draft | None:
+        return self._drafts[sequence.drafting.peer] if sequence.drafting is not None else None
+
+    def take_output(self) -> dict[str, DraftOutput]:
+        output, self._output = self._output, {}
+        return {peer: told for peer, told in output.items() if told.opens or told.verdicts or told.closes}
+
+    # ------------------------------------------------------------------ drafts come and go
+
+    def join(self, peer: str, hello: DraftHello) -> None:
+        """A draft attached. It holds nothing yet."""
+        self.leave(peer)
+        self._drafts[peer] = Draft(peer, hello)
+
+    def leave(self, peer: str) -> None:
+        """A draft is gone; its sequences are free for others at once."""
+        draft = self._drafts.pop(peer, None)
+        self._output.pop(peer, None)
+        if draft is not None:
+            for sequence in draft.sequences.values():
+                sequence.drafting = None
+
+    def forget_draft(self, peer: str, sequences: Iterable[TargetSequence]) -> None:
+        """Drop what live sequences remember of a draft that is gone."""
+        for sequence in sequences:
+            sequence.barred_drafts.discard(peer)
+            sequence.former_drafts.discard(peer)
+
+    # ------------------------------------------------------------------ sequences come and go
+
+    def place(self, sequences: Iterable[TargetSequence], window: int, now: float) -> None:
+        """Open those of ``sequences`` that have no draft and can use one, where drafts have room."""
+        if not any(len(draft.sequences) < draft.hello.capacity for draft in self._drafts.values()):
+            return
+        wanting = [s for s in sequences if s.drafting is None and s.tail_limit > 0]
+        if not wanting:
+            return
+        loads = {peer: draft.load for peer, draft in self._drafts.items()}
+        given = assign([self._allowed(sequence) for sequence in wanting], loads)
+        for sequence, peer in zip(wanting, given, strict=True):
+            if peer is not None:
+                self._open(sequence, self._drafts[peer], window, now)
+
+    def rebalance(self, newcomer: str, window: int, now: float) -> None:
+        """Move sequences to a draft that has just arrived, as far as that evens out the load."""
+        target = self._drafts[newcomer]
+        moves = even_out(newcomer, {peer: draft.load for peer, draft in self._drafts.items()})
+        for peer, count in moves.items():
+            movable = [
+                sequence
+                for sequence in self._drafts[peer].sequences.values()
+                if newcomer in self._allowed(sequence) and sequence.tail_limit > 0
+            ]
+            # The shortest are the cheapest to prefill again.
+            movable.sort(key=lambda sequence: len(sequence.token_ids))
+            for sequence in movable[:count]:
+                self.close(sequence)
+                self._open(sequence, target, window, now)
+
+    def close(self, sequence: TargetSequence, *, bar: bool = False, tell: bool = True) -> None:
+        """Take a sequence from its draft, if it has one.
+
+        Args:
+            bar: never give it to that draft again.
+            tell: False where the draft has dropped it already.
+        """
+        drafting = sequence.drafting
+        if drafting is None:
+            return
+        sequence.drafting = None
+        del self._drafts[drafting.peer].sequences[sequence.sequence_id]
+        sequence.former_drafts.add(drafting.peer)
+        if bar:
+            sequence.barred_drafts.add(drafting.peer)
+        output = self._output.setdefault(drafting.peer, DraftOutput())
+        # Closes are applied first, so nothing about this stay may be left to be told.
+        output.opens = [event for event in output.opens if event.sequence_id != sequence.sequence_id]
+        output.verdicts = [event for event in output.verdicts if event.sequence_id != sequence.sequence_id]
+        if tell:
+            output.closes.append(Close(sequence.sequence_id, sequence.epoch))
+
+    def _allowed(self, sequence: TargetSequence) -> list[str]:
+        length = len(sequence.token_ids)
+        return [
+            peer
+            for peer, draft in self._drafts.items()
+            if peer not in sequence.barred_drafts and draft.can_follow(length)
+        ]
+
+    def _open(self, sequence: TargetSequence, draft: Draft, window: int, now: float) -> None:
+        length = len(sequence.token_ids)
+        window = min(window, sequence.tail_limit, draft.hello.max_model_len - length)
+        sequence.drafting = Drafting(
+            peer=draft.peer,
+            reported_length=length,
+            window=window,
+            chain=DraftChain(reopened=draft.peer in sequence.former_drafts),
+            acceptance=AcceptanceEstimate(prior=draft.acceptance.rate, prior_trials=8.0),
+            told_at=now,
+        )
+        draft.sequences[sequence.sequence_id] = sequence
+        output = self._output.setdefault(draft.peer, DraftOutput())
+        # An Open replaces what the draft still holds of the sequence, so a Close before it says nothing.
+        close = Close(sequence.sequence_id, sequence.epoch)
+        output.closes = [event for event in output.closes if event != close]
+        output.opens.append(
+            Open(sequence.sequence_id, sequence.epoch, tuple(sequence.token_ids), sequence.sampling, window)
+        )
+
+    def check_invariants(self, live: Iterable[TargetSequence]) -> None:
+        """Assert that sequences and drafts agree (for tests)."""
+        held = {id(s) for draft in self._drafts.values() for s in draft.sequences.values()}
+        count = 0
+        for sequence in live:
+            drafting = sequence.drafting
+            if drafting is not None:
+                count += 1
+                assert id(sequence) in held
+                assert self._drafts[drafting.peer].sequences[sequence.sequence_id] is sequence
+                assert drafting.reported_length <= len(sequence.token_ids)
+                assert len(drafting.chain.token_ids) <= self._max_window
+        assert count == len(held), "a draft holds a sequence that is not live"
+        for draft in self._drafts.values():
+            assert len(draft.sequences) <= draft.hello.capacity
+
+    # ------------------------------------------------------------------ what drafts say
+
+    def receive(self, peer: str, sequence: TargetSequence | None, message: Candidates, now: float) -> None:
+        """Take candidates in. Whatever they hold, committed tokens stay what the target's samples say."""
+        if sequence is None or sequence.epoch != message.epoch:
+            self.num_stale += 1
+            return
+        drafting = sequence.drafting
+        if drafting is None or drafting.peer != peer:
+            self.num_stale += 1
+            return
+        token_ids = message.token_ids
+        if not token_ids:
+            return
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            self.num_quarantined += 1
+            self.close(sequence, bar=True)
+            return
+        received = drafting.chain.receive(
+            message.revision, message.base_position, token_ids, sequence.token_ids, self._max_window
+        )
+        if received in (Received.STALE, Received.DIFFERS, Received.GAP):
+            # Made before the draft heard of what is committed by now: the answer is still to come.
+            self.num_stale += 1
+            drafting.resting = drafting.resting or received is not Received.STALE
+            return
+        if drafting.measuring:
+            self._drafts[peer].response_seconds.add(now - drafting.told_at)
+        drafting.measuring = False
+        drafting.resting = False
+        drafting.silent = False
+        drafting.news_at = now
+
+    # ------------------------------------------------------------------ what drafts are told
+
+    def follow(self, sequence: TargetSequence, base_position: int, num_accepted: int) -> None:
+        """Bring the chain up to the tokens committed from ``base_position`` on.
+
+        Args:
+            num_accepted: tokens of this chain that verification accepted.
+        """
+        drafting = sequence.drafting
+        if drafting is not None:
+            drafting.chain.advance(sequence.token_ids[base_position:])
+            drafting.num_accepted += num_accepted
+
+    def report(self, sequence: TargetSequence, window: int, now: float) -> None:
+        """Tell the draft what was committed since it was last told, and its window.
+
+        A draft at rest that is to stay at rest is told nothing: without speculation there is no traffic.
+        A sequence that outgrew its draft is taken from it.
+        """
+        drafting = sequence.drafting
+        if drafting is None:
+            return
+        length = len(sequence.token_ids)
+        max_model_len = self._drafts[drafting.peer].hello.max_model_len
+        if length >= max_model_len or sequence.tail_room == 0:
+            self.close(sequence)
+            return
+        window = min(window, max_model_len - length, self._max_window)
+        known = drafting.reported_length
+        if window == drafting.window and (window == 0 or known == length):
+            return
+        output = self._output.setdefault(drafting.peer, DraftOutput())
+        output.verdicts.append(
+            Verdict(
+                sequence_id=sequence.sequence_id,
+                epoch=sequence.epoch,
+                base_position=known,
+                num_accepted=drafting.num_accepted,
+                committed_token_ids=tuple(sequence.token_ids[known:]),
+                window=window,
+            )
+        )
+        chain = drafting.chain
+        advanced = length - known
+        # Whether the draft, as far as is known here, had work of its own to go on with until now.
+        drafting.resting = (
+            chain.dead_revision >= chain.revision or len(chain.token_ids) + advanced >= drafting.window
+        )
+        drafting.measuring = drafting.resting and chain.started and window > 0
+        drafting.reported_length = length
+        drafting.num_accepted = 0
+        drafting.window = window
+        drafting.told_at = now
+

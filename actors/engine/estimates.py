@@ -1,0 +1,120 @@
+"""Running estimates of what was measured: durations, acceptance, the cost of a step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+
+MEDIAN_SAMPLES = 9
+EXPIRY_RECORDS = 2000
+"""A step cost that was not measured for so many steps is forgotten: the machine may have changed."""
+
+MIN_ACCEPTANCE, MAX_ACCEPTANCE = 0.01, 0.99
+
+
+class RecentMedian:
+    """Median of the last few values: one outlier (a page fault, a collection) changes nothing."""
+
+    __slots__ = ("_recent", "value")
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=MEDIAN_SAMPLES)
+        self.value: float | None = None
+        """None before the first value."""
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+        self.value = sorted(self._recent)[(len(self._recent) - 1) // 2]
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+
+class AcceptanceEstimate:
+    """Recent probability that a draft token is accepted, given that all before it in its tail were.
+
+    Exponentially forgetting counts of accepted tokens and of trials: a tail of k with a < k accepted is
+    a + 1 trials (what came after the first rejection says nothing), one accepted whole is k.
+    """
+
+    __slots__ = ("_accepted", "_decay", "_trials", "rate")
+
+    def __init__(self, prior: float = 0.7, prior_trials: float = 4.0, decay: float = 0.96) -> None:
+        self._accepted = prior * prior_trials
+        self._trials = prior_trials
+        self._decay = decay
+        self.rate = min(max(prior, MIN_ACCEPTANCE), MAX_ACCEPTANCE)
+
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        self._accepted = self._decay * self._accepted + num_accepted
+        self._trials = self._decay * self._trials + num_accepted + (num_accepted < num_drafted)
+        self.rate = min(max(self._accepted / self._trials, MIN_ACCEPTANCE), MAX_ACCEPTANCE)
+
+
+def token_bucket(num_tokens: int) -> int:
+    """The measured size that stands for ``num_tokens``: exact to 16, then rounded up by at most a quarter."""
+    if num_tokens <= 16:
+        return num_tokens
+    shift = num_tokens.bit_length() - 3
+    return -(-num_tokens >> shift) << shift
+
+
+class StepCostModel:
+    """T(tokens): seconds of one target step that computes so many tokens, learnt from the steps themselves.
+
+    Medians per token bucket, linear in between. A step of fewer tokens cannot cost more than one of more,
+    so a bucket whose median is above a larger one's (a slow first step, never measured again) is read as
+    the larger one's. Past the largest size measured the last slope goes on; with a single size measured
+    more tokens are assumed to be free, which makes the engine try and learn better.
+    """
+
+    def __init__(self) -> None:
+        self._medians: dict[int, RecentMedian] = {}
+        self._recorded_at: dict[int, int] = {}
+        self._num_records = 0
+        self._sizes: list[int] = []
+        self._seconds: list[float] = []
+        self._cache: dict[int, float] = {}
+
+    @property
+    def known(self) -> bool:
+        return bool(self._sizes)
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        self._num_records += 1
+        bucket = token_bucket(num_tokens)
+        self._medians.setdefault(bucket, RecentMedian()).add(seconds)
+        self._recorded_at[bucket] = self._num_records
+        if self._num_records % 256 == 0:
+            for old in [b for b, at in self._recorded_at.items() if self._num_records - at > EXPIRY_RECORDS]:
+                del self._medians[old], self._recorded_at[old]
+        self._sizes = sorted(self._medians)
+        lowest = float("inf")
+        seconds_by_size: list[float] = []
+        for size in reversed(self._sizes):
+            lowest = min(lowest, self._medians[size].value or 0.0)
+            seconds_by_size.append(lowest)
+        seconds_by_size.reverse()
+        if seconds_by_size != self._seconds:
+            self._seconds = seconds_by_size
+        self._cache.clear()
+
+    def __call__(self, num_tokens: int) -> float:
+        """Seconds of a step of ``num_tokens`` tokens; 0.0 while nothing is known."""
+        cached = self._cache.get(num_tokens)
+        if cached is None:
+            cached = self._cache[num_tokens] = self._interpolate(num_tokens)
+        return cached
+
+    def _interpolate(self, num_tokens: int) -> float:
+        sizes, seconds = self._sizes, self._seconds
+        if not sizes:
+            return 0.0
+        upper = bisect_left(sizes, num_tokens)
+        if upper == 0 or len(sizes) == 1:
+            return seconds[0]
+        if upper == len(sizes):
+            upper -= 1
+        low, high = sizes[upper - 1], sizes[upper]
+        slope = (seconds[upper] - seconds[upper - 1]) / (high - low)
+        return seconds[upper - 1] + slope * (num_tokens - low)

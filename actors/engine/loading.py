@@ -1,0 +1,151 @@
+"""Loads a ``transformers`` causal LM with the paged attention function selected."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from paceline.actors.engine.attention import ATTENTION_NAME
+from paceline.actors.engine.errors import ModelError
+from paceline.actors.engine.packed_linear import can_pack_linears, pack_linears
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_dtype(name: str, folder_or_hub_id: str, *, trust_remote_code: bool = False) -> torch.dtype:
+    """The dtype of that name; "auto" is what the model's configuration says, else float32.
+
+    Raises:
+        ModelError: an unknown name, or "auto" and the configuration cannot be read.
+    """
+    if name != "auto":
+        if name not in DTYPES:
+            raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}")
+        return DTYPES[name]
+    config = load_model_config(folder_or_hub_id, trust_remote_code=trust_remote_code)
+    stated = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    return next((dtype for dtype in DTYPES.values() if dtype == stated), torch.float32)
+
+
+def load_model_config(folder_or_hub_id: str, *, trust_remote_code: bool = False) -> Any:
+    """The ``transformers`` configuration of a model, without its weights.
+
+    Raises:
+        ModelError: missing folder or file, unknown architecture, no network; the text names the remedy.
+    """
+    _check_folder(folder_or_hub_id)
+    with _quiet(), _explained(folder_or_hub_id):
+        return AutoConfig.from_pretrained(folder_or_hub_id, trust_remote_code=trust_remote_code)
+
+
+def load_model(
+    folder_or_hub_id: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    pack_weights: bool = True,
+) -> PreTrainedModel:
+    """Load a causal LM for inference, in evaluation mode, its attention over the paged cache.
+
+    Tied embeddings stay one tensor.
+
+    Args:
+        folder_or_hub_id: a local folder with ``config.json`` and safetensors, or an id of the model hub.
+        trust_remote_code: run code that comes with the model.
+        pack_weights: on a CPU in bfloat16, lay out the weights for its kernels (same results, faster; such a
+            model cannot be copied or moved).
+
+    Raises:
+        ModelError: missing folder or file, unknown architecture, no network, or a model that does not fit;
+            the text names the remedy.
+    """
+    config = load_model_config(folder_or_hub_id, trust_remote_code=trust_remote_code)
+    with _quiet(), _explained(folder_or_hub_id):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder_or_hub_id,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=trust_remote_code,
+        )
+        model = model.to(device)
+    model.eval()
+    model.requires_grad_(False)
+    if pack_weights and can_pack_linears(dtype, device):
+        pack_linears(model)
+    return model
+
+
+def _check_folder(source: str) -> None:
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{source}: the folder has no config.json: give a folder saved by transformers")
+        return
+    if folder.exists():
+        raise ModelError(f"{source}: is a file: give the folder of a model, or its id on the model hub")
+    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") != 1 or source.endswith("/")
+    if looks_like_path:
+        raise ModelError(
+            f"{source}: no such folder: check the path, or give an id of the model hub (organisation/name)"
+        )
+
+
+@contextlib.contextmanager
+def _explained(source: str) -> Iterator[None]:
+    """Turn what goes wrong in loading into a ``ModelError`` that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{source}: does not fit on the device: use a smaller model or dtype") from error
+    except MemoryError as error:
+        raise ModelError(f"{source}: does not fit into memory: use a smaller model or dtype") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelError(f"{source}: {_reason(source, error)}") from error
+
+
+def _reason(source: str, error: Exception) -> str:
+    text = str(error).strip()
+    lowered = text.lower()
+    first_line = text.splitlines()[0] if text else type(error).__name__
+    if "trust_remote_code" in lowered:
+        return "brings its own code: set trust_remote_code if you trust it"
+    if "does not recognize this architecture" in lowered or "unrecognized model" in lowered:
+        return f"its architecture is unknown to this transformers; a newer one may know it ({first_line})"
+    if "unrecognized configuration class" in lowered:
+        return f"is no causal language model ({first_line})"
+    if isinstance(error, ImportError):
+        return f"needs a package that is not installed ({first_line})"
+    if Path(source).expanduser().is_dir():
+        return f"cannot be loaded; is the folder complete? ({first_line})"
+    if "gated" in lowered or "401" in lowered or "403" in lowered:
+        return "the model hub refuses access: accept the model's terms there and set HF_TOKEN"
+    if "not a valid model identifier" in lowered or "404" in lowered:
+        return "is neither a local folder nor a model on the hub: check the spelling"
+    return f"cannot be fetched from the model hub: check the network, or give a local folder ({first_line})"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the progress bars and notes of ``transformers`` while it loads, and put its settings back."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

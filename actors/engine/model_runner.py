@@ -1,0 +1,272 @@
+"""Runs a ``transformers`` causal language model on ragged batches over the paged KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from paceline.actors.engine.attention import ATTENTION_NAME, BACKENDS, PagedBatch, ShapeProbe
+from paceline.actors.engine.attention_plan import StepLayout
+from paceline.actors.engine.batch import SequenceSlice
+from paceline.actors.engine.errors import ModelError
+from paceline.actors.engine.kv_cache import PagedKVCache, kv_block_bytes
+
+__all__ = ["TransformersRunner", "kv_block_bytes"]
+
+# With these, the rotation of a token depends on the longest sequence of its batch once that exceeds the
+# length the model was trained on. One sequence's neighbours would change its output.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class TransformersRunner:
+    """A ``ModelRunner`` for any ``transformers`` causal LM that takes its attention function by name.
+
+    Not thread-safe. Prompt chunks, pending tokens and tails may be mixed in one batch at will: all are
+    "tokens to compute". The logits of a sequence do not depend on its neighbours beyond rounding.
+
+    Args:
+        model: from ``load_model``; its attention function is set if it is not yet.
+        num_blocks, block_size: the size of the KV cache, which is allocated here.
+        max_model_len: longest sequence; None = what the model was made for.
+        device: where the model is.
+        attention_backend: "paged", or "reference" (slow, one sequence after the other, in float32).
+        vocab_size: number of token ids, if the tokenizer says that the output layer is padded; None = all.
+
+    Raises:
+        ModelError: the model cannot be served in this way, or the cache does not fit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int | None = None,
+        device: torch.device,
+        attention_backend: str = "paged",
+        vocab_size: int | None = None,
+    ) -> None:
+        if attention_backend not in BACKENDS:
+            raise ValueError(
+                f"attention_backend must be one of {', '.join(BACKENDS)}, got {attention_backend!r}"
+            )
+        for name, number in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
+        config: Any = model.config.get_text_config()
+        self._max_model_len = _checked_max_model_len(config, max_model_len)
+        self._vocab_size = _checked_vocab_size(config, vocab_size)
+        self._reference = attention_backend == "reference"
+        self._device = device
+        self._model = model
+        if config._attn_implementation != ATTENTION_NAME:
+            model.set_attn_implementation(ATTENTION_NAME)
+        model.eval()
+        probe = self._probe(config)
+        self._cache = PagedKVCache(
+            probe.shapes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=probe.dtype or model.dtype,
+            device=device,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def block_size(self) -> int:
+        return self._cache.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Compute the slices, write their KV, return logits (see ``ModelRunner.forward``).
+
+        Raises:
+            ValueError: a slice breaks an invariant; nothing was computed or written.
+        """
+        if not batch:
+            return torch.empty(0, self._vocab_size, device=self._device)
+        self._check(batch)
+        layout = StepLayout(batch, self._cache.block_size, self._device)
+        self._check_blocks(layout)
+        token_ids = self._token_ids(batch, layout.num_tokens)
+        wanted = _logit_rows(batch, layout)
+        attention = PagedBatch(self._cache, layout, reference=self._reference)
+        output = self._model(
+            input_ids=token_ids[None],
+            position_ids=layout.positions[None],
+            use_cache=False,
+            logits_to_keep=0 if wanted is None else torch.from_numpy(wanted).to(self._device),
+            paged_batch=attention,
+        )
+        logits: torch.Tensor = output.logits[0]
+        if wanted is not None and logits.shape[0] != len(wanted):
+            # A model that does not know logits_to_keep returns all rows.
+            logits = logits[torch.from_numpy(wanted).to(self._device)]
+        return logits[:, : self._vocab_size].float()
+
+    def warm_up(self, max_tokens: int) -> float:
+        """Run the largest step once, so that a lack of memory shows at start-up and not under load.
+
+        Uses any blocks of the cache: call it before the first sequence. At most as many tokens as the cache
+        holds are run.
+
+        Args:
+            max_tokens: the most tokens of one step, ``max_num_batched_tokens``.
+
+        Returns:
+            Seconds that the step took.
+
+        Raises:
+            ModelError: the memory does not suffice; the text names the settings.
+        """
+        batch: list[SequenceSlice] = []
+        blocks_per_sequence = -(-min(self._max_model_len, max_tokens) // self.block_size)
+        first_block, left = 0, max_tokens
+        while left > 0 and first_block < self.num_blocks:
+            table = range(first_block, min(first_block + blocks_per_sequence, self.num_blocks))
+            length = min(left, self._max_model_len, len(table) * self.block_size)
+            batch.append(SequenceSlice([0] * length, 0, table, 1))
+            first_block, left = table.stop, left - length
+        began = time.monotonic()
+        try:
+            self.forward(batch).sum().item()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise ModelError(
+                f"a step of max_num_batched_tokens = {max_tokens} tokens does not fit into the memory of "
+                f"{self._device}: lower max_num_batched_tokens, or num_blocks (now {self.num_blocks})"
+            ) from error
+        return time.monotonic() - began
+
+    @torch.inference_mode()
+    def _probe(self, config: Any) -> ShapeProbe:
+        probe = ShapeProbe()
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        self._model(input_ids=zero, position_ids=zero, use_cache=False, logits_to_keep=1, paged_batch=probe)
+        name = type(self._model).__name__
+        missing = sorted(set(range(config.num_hidden_layers)) - probe.shapes.keys())
+        if missing:
+            raise ModelError(
+                f"{name}: layers {missing} do not use the attention function that was set, so that their "
+                "state cannot be paged and cut back; serve a model whose every layer is plain attention"
+            )
+        layer_types: Sequence[str] = getattr(config, "layer_types", None) or ()
+        for layer, kind in enumerate(layer_types):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ModelError(
+                    f"{name}: layer {layer} has attention of type {kind}, which is not supported"
+                )
+            if kind == "sliding_attention" and probe.windows[layer] is None and config.sliding_window:
+                raise ModelError(
+                    f"{name}: layer {layer} does not pass its sliding window to its attention function"
+                )
+        if (
+            getattr(config, "use_bidirectional_attention", False)
+            or getattr(config, "is_causal", True) is False
+        ):
+            raise ModelError(f"{name} attends to later tokens: it is no causal language model")
+        return probe
+
+    def _check(self, batch: Sequence[SequenceSlice]) -> None:
+        block_size, limit = self._cache.block_size, self._max_model_len
+        for index, piece in enumerate(batch):
+            count = len(piece.token_ids)
+            end = piece.start + count
+            if count == 0:
+                raise ValueError(f"batch[{index}]: token_ids must not be empty")
+            if piece.start < 0 or end > limit:
+                raise ValueError(
+                    f"batch[{index}]: positions {piece.start} … {end - 1} exceed max_model_len = {limit}"
+                )
+            if not 0 <= piece.num_logits <= count:
+                raise ValueError(f"batch[{index}]: num_logits = {piece.num_logits} is not in 0 … {count}")
+            if len(piece.block_table) * block_size < end:
+                raise ValueError(
+                    f"batch[{index}]: {len(piece.block_table)} blocks of {block_size} cannot hold {end} tokens"
+                )
+
+    def _check_blocks(self, layout: StepLayout) -> None:
+        tables = layout.block_tables
+        if tables.min() < 0 or tables.max() >= self._cache.num_blocks:
+            raise ValueError(f"a block table names a block outside of 0 … {self._cache.num_blocks - 1}")
+
+    def _token_ids(self, batch: Sequence[SequenceSlice], num_tokens: int) -> torch.Tensor:
+        ids = np.fromiter(chain.from_iterable(s.token_ids for s in batch), np.int64, num_tokens)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            raise ValueError(f"a token id is outside of the vocabulary 0 … {self._vocab_size - 1}")
+        return torch.from_numpy(ids).to(self._device)
+
+
+def _logit_rows(batch: Sequence[SequenceSlice], layout: StepLayout) -> np.typing.NDArray[np.int64] | None:
+    """Rows of the batch whose logits are wanted; None = all."""
+    counts = np.fromiter((s.num_logits for s in batch), np.int64, len(batch))
+    total = int(counts.sum())
+    if total == layout.num_tokens:
+        return None
+    ends = layout.first_rows + layout.num_queries
+    first_of = np.cumsum(counts) - counts
+    rows: np.typing.NDArray[np.int64] = np.arange(total) + np.repeat(ends - counts - first_of, counts)
+    return rows
+
+
+def _checked_max_model_len(config: Any, wanted: int | None) -> int:
+    """The longest sequence the model serves well.
+
+    Raises:
+        ModelError: more than that is wanted.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+    for kind in kinds:
+        if kind.get("rope_type") in _BATCH_DEPENDENT_ROPE:
+            trained = kind.get("original_max_position_embeddings") or limit
+            limit = min(limit, trained) if limit else trained
+    if wanted is None:
+        if limit is None:
+            raise ModelError(
+                "the model's configuration does not say how long a sequence may be: set max_model_len"
+            )
+        return int(limit)
+    if wanted < 1:
+        raise ModelError(f"max_model_len must be at least 1, got {wanted}")
+    if limit is not None and wanted > limit:
+        raise ModelError(f"max_model_len = {wanted} is more than the model's {limit}: set at most {limit}")
+    return wanted
+
+
+def _checked_vocab_size(config: Any, wanted: int | None) -> int:
+    size = int(config.vocab_size)
+    if wanted is None:
+        return size
+    if not 1 <= wanted <= size:
+        raise ModelError(
+            f"the tokenizer has {wanted} tokens but the output layer only {size}: they do not belong together"
+        )
+    return wanted
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text or "out of memory" in text
+    )

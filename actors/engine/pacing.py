@@ -1,0 +1,244 @@
+"""How far to draft, how much to verify, and whether to wait: the decisions of DESIGN §7, as pure functions.
+
+Notation: acceptance α = probability that a draft token is accepted given that all before it in the tail
+were; T(n) = seconds of a target step of n tokens; a round = one step that verifies a tail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.actors.engine.config import Hardware
+from paceline.actors.engine.estimates import RecentMedian
+
+StepCost = Callable[[int], float]
+
+SHARED_RATIO = 1.2
+"""Steps that take this much longer while the draft runs betray common hardware."""
+PROBE_SAMPLES = 3
+PROBE_PERIOD = 64
+PROBE_STEPS = 2
+
+
+def expected_tokens(acceptance: float | Sequence[float], num_tokens: int) -> float:
+    """Expected committed tokens of a round with a tail of ``num_tokens``, bonus or corrected included.
+
+    ``(1 − α^(γ+1)) / (1 − α)`` for a constant α (Leviathan et al. 2023, eq. 1); for acceptance per depth
+    ``1 + Σ_i Π_{j≤i} a_j`` with the last entry standing for all deeper ones.
+    """
+    if isinstance(acceptance, (int, float)):
+        if acceptance >= 1.0:
+            return float(num_tokens + 1)
+        return float((1.0 - acceptance ** (num_tokens + 1)) / (1.0 - acceptance))
+    total, survival = 1.0, 1.0
+    for depth in range(num_tokens):
+        survival *= acceptance[min(depth, len(acceptance) - 1)]
+        total += survival
+    return total
+
+
+def best_num_speculative_tokens(
+    acceptance: float | Sequence[float],
+    draft_seconds: float,
+    rtt_seconds: float,
+    step_cost: StepCost,
+    max_tokens: int,
+    lock_step: bool,
+) -> int:
+    """Tail length γ with the most expected tokens per second; the shortest where several are equal.
+
+    A round that takes turns costs ``γ·t_draft + RTT + T(γ+1)``. With run-ahead, a round whose predecessor
+    was accepted whole (probability α^(γ+1): the bonus token has to be guessed as well) costs only
+    ``max(γ·t_draft, T(γ+1))``; the others pay for the fresh start like one that takes turns.
+
+    Args:
+        draft_seconds: per draft token.
+        step_cost: T of one sequence's round; for n sequences in a batch pass ``lambda k: T(n * k)``.
+        lock_step: the draft rests while the target verifies.
+    """
+    best, best_rate = 0, 1.0 / max(step_cost(1), 1e-9)
+    for num_tokens in range(1, max_tokens + 1):
+        verify = step_cost(num_tokens + 1)
+        draft = num_tokens * draft_seconds
+        seconds = draft + rtt_seconds + verify
+        if not lock_step:
+            whole = expected_tokens(acceptance, num_tokens + 1) - expected_tokens(acceptance, num_tokens)
+            seconds = whole * max(draft, verify) + (1.0 - whole) * seconds
+        rate = expected_tokens(acceptance, num_tokens) / max(seconds, 1e-9)
+        if rate > best_rate * (1.0 + 1e-9):
+            best, best_rate = num_tokens, rate
+    return best
+
+
+def draft_window(
+    best: int, draft_seconds: float, rtt_seconds: float, verify_seconds: float, run_ahead: bool, limit: int
+) -> int:
+    """Tokens past the committed ones that a draft is asked to hold, for a best tail of ``best`` tokens.
+
+    Taking turns: exactly the tail. Running ahead: the tail, and enough for the draft not to run dry while
+    a verify and its round trip are on (at least the bonus position and the next tail).
+    """
+    if best <= 0:
+        return 0
+    if not run_ahead:
+        return min(best, limit)
+    ahead = best + 1
+    if draft_seconds > 0.0:
+        ahead = max(ahead, math.ceil(min((verify_seconds + rtt_seconds) / draft_seconds, limit)))
+    return min(best + ahead, limit)
+
+
+def allocate_tails(
+    available: Sequence[int],
+    acceptance: Sequence[float],
+    base_tokens: int,
+    step_cost: StepCost,
+    elapsed: float = 0.0,
+) -> list[int]:
+    """How many tail tokens of each sequence to verify, so that the step's goodput is highest.
+
+    A slot brings its survival α^depth and costs ΔT. Slots are taken in order of survival (a tail's head
+    always before what follows it), and the prefix with the most expected tokens per second wins. That is
+    the marginal rule ``survival / ΔT > goodput`` where T is convex, and does not stop at a single dear
+    token where T has steps.
+
+    Args:
+        available: tail tokens in hand per sequence.
+        acceptance: α per sequence, each below 1.
+        base_tokens: tokens computed anyway (pending tokens and prompt chunks).
+        elapsed: seconds of this round that are spent already.
+    """
+    slots: list[tuple[float, int]] = []
+    for index, (num_available, alpha) in enumerate(zip(available, acceptance, strict=True)):
+        survival = 1.0
+        for _ in range(num_available):
+            survival *= alpha
+            slots.append((survival, index))
+    slots.sort(key=lambda slot: -slot[0])
+    expected = float(len(available))
+    best_rate = expected / max(elapsed + step_cost(base_tokens), 1e-9)
+    best_count = 0
+    for count, (survival, _) in enumerate(slots, start=1):
+        expected += survival
+        rate = expected / max(elapsed + step_cost(base_tokens + count), 1e-9)
+        if rate >= best_rate:
+            best_rate, best_count = rate, count
+    taken = [0] * len(available)
+    for _, index in slots[:best_count]:
+        taken[index] += 1
+    return taken
+
+
+def fit_tails(lengths: Sequence[int], budget: int) -> list[int]:
+    """Shorten tails to a total of ``budget`` tokens, the longest first, so that none starves."""
+    total = sum(lengths)
+    if total <= budget:
+        return list(lengths)
+    fitted = [0] * len(lengths)
+    left = max(budget, 0)
+    for rank, index in enumerate(sorted(range(len(lengths)), key=lambda i: lengths[i])):
+        fitted[index] = min(lengths[index], left // (len(lengths) - rank))
+        left -= fitted[index]
+    return fitted
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """One decoding sequence whose draft is at work on the next candidates."""
+
+    num_ready: int
+    """Tail tokens in hand."""
+    limit: int
+    """Longest tail worth waiting for."""
+    acceptance: float
+    first_seconds: float
+    """Until the next candidate is expected."""
+    gap_seconds: float
+    """Between candidates after that."""
+
+
+def go_or_wait(awaited: Sequence[Awaited], elapsed: float, step_cost: StepCost) -> float:
+    """Seconds worth waiting for more candidates; 0.0 = start the step now.
+
+    Compares the round's rate if it starts now, ``E(tails) / (elapsed + T)``, with its rate at each moment
+    when another candidate is expected, ``E(tails then) / (elapsed + wait + T(tails then))``. A first
+    candidate that alone is not worth its wait may be worth it with those that follow.
+    """
+    if not awaited:
+        return 0.0
+    first = min(item.first_seconds for item in awaited)
+    gap = max(min(item.gap_seconds for item in awaited), 1e-6)
+    horizon = max(item.limit - item.num_ready for item in awaited)
+
+    def rate(wait: float) -> float:
+        expected, tokens = 0.0, 0
+        for item in awaited:
+            arrived = 0
+            if wait > 0.0 and wait >= item.first_seconds - 1e-9:
+                arrived = 1 + int((wait - item.first_seconds) / max(item.gap_seconds, 1e-6) + 1e-9)
+            tail = min(item.limit, item.num_ready + arrived)
+            expected += expected_tokens(item.acceptance, tail)
+            tokens += tail + 1
+        return expected / max(elapsed + wait + step_cost(tokens), 1e-9)
+
+    rate_now = rate(0.0)
+    for step in range(horizon):
+        wait = max(first, 1e-6) + step * gap
+        if rate(wait) > rate_now * (1.0 + 1e-9):
+            return max(first, 1e-6)
+    return 0.0
+
+
+class OverlapProbe:
+    """Finds out whether target and drafts share hardware: do the target's steps rise when a draft is busy?
+
+    At first every other step is one in which the drafts run ahead. Once both kinds were measured at some
+    size the better way is taken, and the other is tried again for 2 steps of every 64.
+    """
+
+    def __init__(self, configured: Hardware = Hardware.AUTO) -> None:
+        self._configured = configured
+        self._seconds: dict[tuple[int, bool], RecentMedian] = {}
+        self._num_steps = 0
+
+    def record(self, num_tokens: int, draft_running: bool, seconds: float) -> None:
+        """One step of ``num_tokens`` tokens; ``draft_running``: a draft had work when it began."""
+        key = (num_tokens.bit_length(), draft_running)
+        self._seconds.setdefault(key, RecentMedian()).add(seconds)
+        self._num_steps += 1
+
+    @property
+    def ratio(self) -> float | None:
+        """Step time with a draft busy / with drafts at rest, over all sizes measured in both ways."""
+        weight, total = 0, 0.0
+        for (bucket, running), busy in self._seconds.items():
+            rest = self._seconds.get((bucket, False))
+            if not running or rest is None or min(len(busy), len(rest)) < PROBE_SAMPLES:
+                continue
+            samples = min(len(busy), len(rest))
+            weight += samples
+            total += samples * (busy.value or 0.0) / max(rest.value or 0.0, 1e-9)
+        return total / weight if weight else None
+
+    @property
+    def hardware(self) -> Hardware:
+        """AUTO while nothing is known."""
+        if self._configured is not Hardware.AUTO:
+            return self._configured
+        ratio = self.ratio
+        if ratio is None:
+            return Hardware.AUTO
+        return Hardware.SHARED if ratio > SHARED_RATIO else Hardware.SEPARATE
+
+    @property
+    def run_ahead(self) -> bool:
+        """Whether drafts should be given a window beyond the next tail, now."""
+        if self._configured is not Hardware.AUTO:
+            return self._configured is Hardware.SEPARATE
+        hardware = self.hardware
+        if hardware is Hardware.AUTO:
+            return self._num_steps % 2 == 0
+        separate = hardware is Hardware.SEPARATE
+        return separate != (self._num_steps % PROBE_PERIOD < PROBE_STEPS)

@@ -1,0 +1,118 @@
+"""One sequence as its target sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paceline.actors.engine.chain import DraftChain
+from paceline.actors.engine.estimates import AcceptanceEstimate
+from paceline.actors.engine.messages import Submit
+from paceline.actors.engine.parameters import SamplingParams, SpeculationStats, StoppingParams
+from paceline.actors.engine.proposer import NgramProposer
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    """Not admitted yet, or preempted: holds no blocks."""
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Drafting:
+    """A sequence's side of its assignment to one draft."""
+
+    peer: str
+    reported_length: int
+    """The draft has been told the committed tokens below this position."""
+    window: int
+    """What the draft was told last: how many tokens past the committed ones it may hold."""
+    chain: DraftChain
+    acceptance: AcceptanceEstimate
+    num_accepted: int = 0
+    """Tokens of this draft's chain accepted since the last verdict."""
+    told_at: float = 0.0
+    """When the last Open or Verdict was made."""
+    news_at: float = 0.0
+    """When its last candidates were taken in."""
+    resting: bool = True
+    """When last told, the draft had nothing left to do for this sequence (chain at the window or broken):
+    its next candidates take a round trip."""
+    measuring: bool = False
+    """The next candidates tell the response latency: no step has been made since the draft was told."""
+    silent: bool = False
+    """It let a deadline pass: not waited for until its next candidates."""
+
+
+@dataclass(slots=True, eq=False)
+class TargetSequence:
+    """Invariants while running: ``0 <= num_computed_tokens < len(token_ids)`` (the last committed token is
+    computed by the next step), and ``block_table`` has a slot for every computed token. While waiting:
+    nothing is computed and no block is held."""
+
+    sequence_id: str
+    epoch: int
+    gateway: str
+    """Peer that submitted it and hears of it."""
+    token_ids: list[int]
+    """Committed: prompt, then completion."""
+    prompt_length: int
+    sampling: SamplingParams
+    stopping: StoppingParams
+    max_tail: int
+    """Longest tail this sequence may ever have verified: the request's bound and the target's."""
+    proposer: NgramProposer
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    drafting: Drafting | None = None
+    barred_drafts: set[str] = field(default_factory=set)
+    """Peers of drafts that must not be given this sequence (again): they declined it or misbehaved."""
+    former_drafts: set[str] = field(default_factory=set)
+    """Peers of drafts that held this sequence at this epoch before."""
+    tail_target: int = 0
+    """Best tail length at present; a step is not delayed for more."""
+    num_rounds: int = 0
+    """Steps that committed tokens."""
+
+    @classmethod
+    def from_submit(
+        cls, gateway: str, event: Submit, max_tail: int, proposer: NgramProposer
+    ) -> TargetSequence:
+        return cls(
+            sequence_id=event.sequence_id,
+            epoch=event.epoch,
+            gateway=gateway,
+            token_ids=list(event.token_ids),
+            prompt_length=event.prompt_length,
+            sampling=event.sampling,
+            stopping=event.stopping,
+            max_tail=max_tail,
+            proposer=proposer,
+        )
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """The gap between known and computed tokens. At least 1."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the last committed token is to be computed, so that a tail may follow it."""
+        return self.num_pending_tokens == 1
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def tail_room(self) -> int:
+        """Longest tail that leaves a place for the bonus token before ``max_tokens``."""
+        return max(self.stopping.max_tokens - self.num_completion_tokens - 1, 0)
+
+    @property
+    def tail_limit(self) -> int:
+        """Longest tail of the next step."""
+        return min(self.max_tail, self.tail_room)

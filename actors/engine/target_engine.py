@@ -1,0 +1,489 @@
+"""The target engine: owns sequences, steps the model, verifies, and says what is committed.
+
+Start reading at ``TargetEngine.step``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+
+from paceline.actors.engine.admission import check_submit
+from paceline.actors.engine.batch import ModelRunner
+from paceline.actors.engine.blocks import BlockManager
+from paceline.actors.engine.config import TargetEngineConfig
+from paceline.actors.engine.drafts import DraftBook
+from paceline.actors.engine.errors import InvalidArgumentError
+from paceline.actors.engine.messages import (
+    Cancel,
+    Candidates,
+    Committed,
+    Decline,
+    DraftHello,
+    Finished,
+    Load,
+    Submit,
+)
+from paceline.actors.engine.parameters import FinishReason, SpeculationStats
+from paceline.actors.engine.proposer import NgramProposer
+from paceline.actors.engine.sampling import sample
+from paceline.actors.engine.scheduler import Plan, ScheduledSequence, Scheduler
+from paceline.actors.engine.sequence import SequenceStatus, TargetSequence
+from paceline.actors.engine.speculation import Proposal, Speculator
+from paceline.actors.engine.stopping import find_stop
+from paceline.actors.engine.target_output import (
+    DraftOutput,
+    DraftStatus,
+    GatewayOutput,
+    TargetOutbox,
+    TargetSnapshot,
+)
+from paceline.actors.engine.verification import Verification, verify_coupled
+
+__all__ = [
+    "DraftOutput",
+    "DraftStatus",
+    "GatewayOutput",
+    "TargetEngine",
+    "TargetOutbox",
+    "TargetSnapshot",
+]
+
+logger = logging.getLogger(__name__)
+
+STEP_FAILED = "the target could not compute this step"
+BAD_LOGITS = "the model produced logits that are not numbers"
+
+
+class TargetEngine:
+    """Not thread-safe: events, steps and ``take_outbox`` on one thread.
+
+    Nothing that a peer says raises here: a request that cannot be served is answered with ``Finished``,
+    what is stale is dropped and counted, what is impossible costs a draft the sequence it concerns.
+
+    Args:
+        runner: the target model with its paged KV cache.
+        config: limits of the target.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, config: TargetEngineConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._runner = runner
+        self._config = config
+        self._clock = clock
+        self._blocks = BlockManager(runner.num_blocks, runner.block_size)
+        self._scheduler = Scheduler(self._blocks, config.max_num_seqs, config.max_num_batched_tokens)
+        self._book = DraftBook(runner.vocab_size, config.max_window)
+        self._speculator = Speculator(config, self._book)
+        self._sequences: dict[str, TargetSequence] = {}
+        """Live ones (waiting or running), by sequence id."""
+        self._gateways: dict[str, GatewayOutput] = {}
+        self._draining = False
+        self._fault = ""
+        self._round_started = 0.0
+        """When the last step ended, or work arrived after idleness."""
+        self._step_seconds = 0.0
+        self._num_steps = 0
+        self._num_computed = 0
+        self._num_prompt = 0
+        self._num_committed = 0
+        self._num_lookup = 0
+        self._num_accepted_lookup = 0
+        self._num_finished = 0
+        self._num_preemptions = 0
+        self._num_stale = 0
+        self._totals = SpeculationStats()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + completion, in tokens."""
+        return min(self._runner.max_model_len, self._config.max_model_len or self._runner.max_model_len)
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Longest prompt + completion that the KV pool holds for one sequence alone, in tokens."""
+        return self._blocks.num_blocks * self._blocks.block_size
+
+    @property
+    def fault(self) -> str:
+        """Why this engine should not be trusted any further; empty while it is healthy."""
+        return self._fault
+
+    # ------------------------------------------------------------------ the step
+
+    def wait_seconds(self) -> float | None:
+        """0.0: step now; None: nothing to do before an event; else wait for one at most so long."""
+        running = self._scheduler.running
+        if not running:
+            return 0.0 if self._scheduler.waiting else None
+        now = self._clock()
+        return self._speculator.seconds_to_wait(running, now - self._round_started, now)
+
+    def step(self) -> None:
+        """One pass over everything that is running: plan, forward, verify, update."""
+        started = self._clock()
+        self._admit(started)
+        proposals = self._speculator.propose(self._scheduler.running, started - self._round_started)
+        plan = self._scheduler.schedule(
+            {sequence: proposal.token_ids for sequence, proposal in proposals.items()}
+        )
+        self._num_preemptions += len(plan.preempted)
+        if not plan.scheduled:
+            return
+        draft_running = self._speculator.draft_running(self._scheduler.running)
+        try:
+            logits = self._runner.forward([item.to_slice() for item in plan.scheduled])
+            verifications = self._verify(plan, logits)
+        except Exception as error:  # whatever a model raises: these sequences end, the process stays
+            self._fail(plan, error)
+            return
+        self._update(plan, proposals, verifications)
+        self._end_step(plan, started, draft_running)
+
+    def take_outbox(self) -> TargetOutbox:
+        """What to publish since the last call."""
+        gateways, self._gateways = self._gateways, {}
+        return TargetOutbox(gateways, self._book.take_output())
+
+    # ------------------------------------------------------------------ the step's parts
+
+    def _admit(self, now: float) -> None:
+        self._scheduler.admit()
+        self._book.place(self._scheduler.running, self._speculator.initial_window, now)
+
+    def _verify(self, plan: Plan, logits: torch.Tensor) -> list[Verification | None]:
+        """What each scheduled sequence commits.
+
+        Args:
+            logits: float32 ``[R, vocab_size]``, R = all ``num_logits`` of the plan; a sequence's row i is the
+                law of the token after its last committed token and i tokens of its tail.
+
+        Returns:
+            One entry per scheduled sequence: no tokens for a prompt chunk, None where logits are not numbers.
+        """
+        counts = [item.num_logits for item in plan.scheduled]
+        num_rows = sum(counts)
+        if logits.shape[0] != num_rows:
+            raise ValueError(f"the model returned {logits.shape[0]} rows of logits, asked for {num_rows}")
+        if num_rows == 0:
+            return [Verification(0, ())] * len(counts)
+        # A NaN anywhere in a row makes its sum NaN.
+        bad_rows = torch.isnan(logits.sum(dim=1))
+        if bool(bad_rows.any()):
+            logits = torch.where(bad_rows[:, None], torch.zeros_like(logits), logits)
+            bad = bad_rows.tolist()
+        else:
+            bad = [False] * num_rows
+        params = list(
+            chain.from_iterable(
+                [item.sequence.sampling] * count for item, count in zip(plan.scheduled, counts, strict=True)
+            )
+        )
+        positions = list(
+            chain.from_iterable(
+                range(len(item.sequence.token_ids), len(item.sequence.token_ids) + count)
+                for item, count in zip(plan.scheduled, counts, strict=True)
+            )
+        )
+        samples = sample(logits, params, positions)
+        verifications: list[Verification | None] = []
+        row = 0
+        for item, count in zip(plan.scheduled, counts, strict=True):
+            if count == 0:
+                verifications.append(Verification(0, ()))
+            elif any(bad[row : row + count]):
+                verifications.append(None)
+            else:
+                verifications.append(verify_coupled(item.tail, samples[row : row + count]))
+            row += count
+        return verifications
+
+    def _update(
+        self,
+        plan: Plan,
+        proposals: dict[TargetSequence, Proposal],
+        verifications: Sequence[Verification | None],
+    ) -> None:
+        """Commit, truncate, finish, free."""
+        for item, verification in zip(plan.scheduled, verifications, strict=True):
+            if verification is None:
+                self._finish(item.sequence, FinishReason.ERROR, error=BAD_LOGITS)
+            elif not verification.token_ids:
+                item.sequence.num_computed_tokens += item.num_tokens
+            else:
+                self._commit(item, proposals.get(item.sequence), verification)
+
+    def _commit(self, item: ScheduledSequence, proposal: Proposal | None, verification: Verification) -> None:
+        sequence = item.sequence
+        num_drafted = len(item.tail)
+        base_position = len(sequence.token_ids)
+        stop = find_stop(verification.token_ids, sequence.num_completion_tokens, sequence.stopping)
+        token_ids = verification.token_ids[: stop.num_kept]
+        num_accepted = min(verification.num_accepted, stop.num_kept)
+        sequence.token_ids.extend(token_ids)
+        sequence.num_rounds += 1
+        # The rollback rule: KV of the accepted tokens stays; the last committed token has none yet.
+        held = item.start + item.num_tokens + num_drafted
+        sequence.num_computed_tokens = min(held, len(sequence.token_ids) - 1)
+
+        self._num_committed += len(token_ids)
+        if num_drafted:
+            assert proposal is not None
+            sequence.stats.record(num_drafted, num_accepted)
+            self._totals.record(num_drafted, num_accepted)
+            if not proposal.from_draft:
+                self._num_lookup += num_drafted
+                self._num_accepted_lookup += num_accepted
+            self._speculator.record_round(sequence, proposal, num_drafted, verification.num_accepted)
+        self._output(sequence.gateway).committed.append(
+            Committed(
+                sequence_id=sequence.sequence_id,
+                epoch=sequence.epoch,
+                base_position=base_position,
+                token_ids=token_ids,
+                accepted=(True,) * num_accepted + (False,) * (len(token_ids) - num_accepted),
+            )
+        )
+        if stop.reason is not None:
+            self._finish(sequence, stop.reason)
+            return
+        self._scheduler.truncate(sequence)
+        from_draft = num_accepted if proposal is not None and proposal.from_draft else 0
+        self._book.follow(sequence, base_position, from_draft)
+
+    def _end_step(self, plan: Plan, started: float, draft_running: bool) -> None:
+        now = self._clock()
+        self._num_steps += 1
+        self._num_computed += plan.num_tokens
+        self._step_seconds = now - started
+        self._speculator.record_step(plan.num_tokens, self._step_seconds, draft_running)
+        self._speculator.update_windows(self._scheduler.running, now)
+        # What finished made room: drafts hear of newcomers now, not after another step.
+        self._admit(now)
+        self._round_started = now
+
+    def _fail(self, plan: Plan, error: Exception) -> None:
+        logger.error("a target step failed", exc_info=error)
+        self._fault = f"{type(error).__name__}: {error}"
+        for item in plan.scheduled:
+            self._finish(item.sequence, FinishReason.ERROR, error=STEP_FAILED)
+        self._round_started = self._clock()
+
+    # ------------------------------------------------------------------ events of gateways
+
+    def submit(self, peer: str, event: Submit) -> None:
+        """Take a sequence, or answer at once why not. A newer epoch replaces an older one of the same id."""
+        present = self._sequences.get(event.sequence_id)
+        if present is not None:
+            if event.epoch <= present.epoch:
+                self._num_stale += 1
+                return
+            self._drop(present)
+        try:
+            check_submit(event, self._runner.vocab_size, self.max_model_len, self.kv_capacity_tokens)
+        except InvalidArgumentError as error:
+            self._refuse(peer, event, str(error), invalid_argument=True)
+            return
+        completion = event.token_ids[event.prompt_length :]
+        if completion:
+            # Resumed: what is committed already may be all there is to say.
+            stop = find_stop(completion[-1:], len(completion) - 1, event.stopping)
+            if stop.reason is not None:
+                self._num_finished += 1
+                finished = Finished(event.sequence_id, event.epoch, stop.reason, SpeculationStats())
+                self._output(peer).finished.append(finished)
+                return
+        if self._draining:
+            self._refuse(peer, event, "the target is leaving", resource_exhausted=True)
+            return
+        if len(self._scheduler.waiting) >= self._config.max_num_waiting:
+            self._refuse(
+                peer,
+                event,
+                f"the target's queue is full (max_num_waiting = {self._config.max_num_waiting})",
+                resource_exhausted=True,
+            )
+            return
+        bound = event.speculation.num_speculative_tokens
+        tail_limit = self._config.tail_limit
+        sequence = TargetSequence.from_submit(
+            peer,
+            event,
+            max_tail=tail_limit if bound is None else min(bound, tail_limit),
+            proposer=NgramProposer(self._config.ngram),
+        )
+        now = self._clock()
+        if not self._scheduler.running:
+            self._round_started = now
+        self._sequences[sequence.sequence_id] = sequence
+        self._num_prompt += len(sequence.token_ids)
+        self._scheduler.add(sequence)
+        self._admit(now)
+
+    def cancel(self, peer: str, event: Cancel) -> None:
+        sequence = self._sequences.get(event.sequence_id)
+        if sequence is None or sequence.gateway != peer or sequence.epoch != event.epoch:
+            self._num_stale += 1
+            return
+        self._finish(sequence, FinishReason.CANCELLED)
+
+    def gateway_left(self, peer: str) -> None:
+        """Nobody hears of this gateway's sequences any more: forget them."""
+        for sequence in [item for item in self._sequences.values() if item.gateway == peer]:
+            self._drop(sequence)
+        self._gateways.pop(peer, None)
+
+    def start_draining(self) -> None:
+        """Refuse new sequences from now on; go on with those that are here."""
+        self._draining = True
+
+    # ------------------------------------------------------------------ events of drafts
+
+    def draft_joined(self, peer: str, hello: DraftHello) -> None:
+        """A draft attached: it is given the sequences without a draft, then its share of the others."""
+        self.draft_left(peer)
+        self._book.join(peer, hello)
+        now = self._clock()
+        window = self._speculator.initial_window
+        self._book.place(self._scheduler.running, window, now)
+        self._book.rebalance(peer, window, now)
+
+    def draft_left(self, peer: str) -> None:
+        """A draft is gone: its sequences are given to others at once, or go on without."""
+        self._book.leave(peer)
+        self._book.forget_draft(peer, self._sequences.values())
+        self._book.place(self._scheduler.running, self._speculator.initial_window, self._clock())
+
+    def candidates(self, peer: str, messages: Sequence[Candidates], step_seconds: float) -> None:
+        """One message of a draft.
+
+        Args:
+            step_seconds: how long the draft's step took that made them; 0.0 where unknown.
+        """
+        draft = self._book.drafts.get(peer)
+        if draft is None:
+            self._num_stale += len(messages)
+            return
+        if step_seconds > 0.0:
+            draft.step_seconds.add(step_seconds)
+        now = self._clock()
+        for message in messages:
+            self._book.receive(peer, self._sequences.get(message.sequence_id), message, now)
+
+    def decline(self, peer: str, event: Decline) -> None:
+        """A draft cannot serve a sequence: another one may, this one is not asked again."""
+        sequence = self._sequences.get(event.sequence_id)
+        if sequence is None or sequence.epoch != event.epoch:
+            self._num_stale += 1
+            return
+        if sequence.drafting is None or sequence.drafting.peer != peer:
+            self._num_stale += 1
+            return
+        self._book.close(sequence, bar=True, tell=False)
+        if sequence.status is SequenceStatus.RUNNING:
+            self._book.place([sequence], self._speculator.initial_window, self._clock())
+
+    # ------------------------------------------------------------------ state
+
+    def load(self) -> Load:
+        return Load(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_pending_tokens=sum(sequence.num_pending_tokens for sequence in self._sequences.values()),
+            free_blocks=self._blocks.num_free_blocks,
+            total_blocks=self._blocks.num_blocks,
+            draining=self._draining,
+        )
+
+    def snapshot(self) -> TargetSnapshot:
+        return TargetSnapshot(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            free_blocks=self._blocks.num_free_blocks,
+            total_blocks=self._blocks.num_blocks,
+            draining=self._draining,
+            fault=self._fault,
+            hardware=self._speculator.probe.hardware,
+            overlap_ratio=self._speculator.probe.ratio or 0.0,
+            step_seconds=self._step_seconds,
+            drafts=tuple(draft.status() for draft in self._book.drafts.values()),
+            num_steps_total=self._num_steps,
+            num_computed_tokens_total=self._num_computed,
+            num_prompt_tokens_total=self._num_prompt,
+            num_committed_tokens_total=self._num_committed,
+            num_rounds_total=self._totals.rounds,
+            num_draft_tokens_total=self._totals.draft_tokens,
+            num_accepted_tokens_total=self._totals.accepted_tokens,
+            num_lookup_tokens_total=self._num_lookup,
+            num_accepted_lookup_tokens_total=self._num_accepted_lookup,
+            num_finished_total=self._num_finished,
+            num_preemptions_total=self._num_preemptions,
+            num_stale_messages_total=self._num_stale + self._book.num_stale,
+            num_quarantined_total=self._book.num_quarantined,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that sequences, blocks and drafts agree (for tests)."""
+        running, waiting = self._scheduler.running, self._scheduler.waiting
+        assert {*running, *waiting} == set(self._sequences.values())
+        assert len(running) <= self._config.max_num_seqs
+        held: list[int] = []
+        for sequence in running:
+            assert sequence.status is SequenceStatus.RUNNING
+            assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
+            needed = self._blocks.blocks_needed(sequence.num_computed_tokens)
+            assert needed <= len(sequence.block_table) <= self._blocks.blocks_needed(len(sequence.token_ids))
+            assert sequence.num_completion_tokens < sequence.stopping.max_tokens
+            held.extend(sequence.block_table)
+        for sequence in waiting:
+            assert sequence.status is SequenceStatus.WAITING
+            assert sequence.num_computed_tokens == 0
+            assert not sequence.block_table
+        assert len(held) == len(set(held)), "a block belongs to two sequences"
+        assert len(held) + self._blocks.num_free_blocks == self._blocks.num_blocks
+        self._book.check_invariants(self._sequences.values())
+
+    # ------------------------------------------------------------------ ends
+
+    def _finish(self, sequence: TargetSequence, reason: FinishReason, *, error: str = "") -> None:
+        self._drop(sequence)
+        self._num_finished += 1
+        self._output(sequence.gateway).finished.append(
+            Finished(sequence.sequence_id, sequence.epoch, reason, sequence.stats, error=error)
+        )
+
+    def _drop(self, sequence: TargetSequence) -> None:
+        """Forget a sequence, here and at its draft, and free its blocks."""
+        self._book.close(sequence)
+        self._scheduler.remove(sequence)
+        del self._sequences[sequence.sequence_id]
+
+    def _refuse(
+        self,
+        peer: str,
+        event: Submit,
+        error: str,
+        *,
+        invalid_argument: bool = False,
+        resource_exhausted: bool = False,
+    ) -> None:
+        self._output(peer).finished.append(
+            Finished(
+                event.sequence_id,
+                event.epoch,
+                FinishReason.ERROR,
+                SpeculationStats(),
+                error=error,
+                invalid_argument=invalid_argument,
+                resource_exhausted=resource_exhausted,
+            )
+        )
+
+    def _output(self, peer: str) -> GatewayOutput:
+        return self._gateways.setdefault(peer, GatewayOutput())

@@ -1,0 +1,1 @@
+"""Benchmarks: what stands behind each number that the README quotes."""

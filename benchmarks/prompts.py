@@ -1,0 +1,43 @@
+"""Spec-Bench prompts (first turns), sampled so that every category is represented."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+SPEC_BENCH = Path(__file__).parent / "data" / "spec_bench_even.jsonl"
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    question_id: int
+    category: str
+    text: str
+
+
+def spec_bench(count: int, *, seed: int = 0, max_characters: int | None = None) -> list[BenchPrompt]:
+    """``count`` first turns, drawn round-robin over the categories in a seeded order.
+
+    Args:
+        count: How many prompts.
+        seed: Of the order within each category.
+        max_characters: Longer prompts are left out (for machines where a long prefill would dominate).
+    """
+    by_category: dict[str, list[BenchPrompt]] = {}
+    with SPEC_BENCH.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            prompt = BenchPrompt(int(row["question_id"]), row["category"], row["turns"][0])
+            if max_characters is None or len(prompt.text) <= max_characters:
+                by_category.setdefault(prompt.category, []).append(prompt)
+    shuffler = random.Random(seed)
+    for prompts in by_category.values():
+        shuffler.shuffle(prompts)
+    chosen: list[BenchPrompt] = []
+    while len(chosen) < count and any(by_category.values()):
+        for prompts in by_category.values():
+            if prompts and len(chosen) < count:
+                chosen.append(prompts.pop())
+    return chosen

@@ -1,0 +1,174 @@
+"""``paceline status``: pools, replicas, KV use, live sequences and acceptance of a running service."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cluster.cli_output import show_share, stdout
+from paceline.cluster.runtime import Runtime, RuntimeStartError, application_progress
+from paceline.cluster.service_start import APPLICATION_NAME
+
+ANSWER_TIMEOUT_SECONDS = 3.0
+
+EPILOG = """\
+Examples:
+
+paceline status
+
+paceline status --watch
+
+paceline status --json --address 10.0.0.5:6379
+"""
+
+Row = Mapping[str, Any]
+
+
+def collect_status(name: str = APPLICATION_NAME) -> dict[str, Any]:
+    """Everything that ``paceline status`` shows, as plain values.
+
+    Raises:
+        RuntimeStartError: the joined Ray runs no such application.
+    """
+    from ray import serve
+
+    from paceline.cluster.directory import STATUS_METHOD, ask_replicas
+
+    status, message, pools = application_progress(name)
+    if not pools:
+        raise RuntimeStartError(
+            f"no application named {name!r} runs on this Ray cluster; start one with 'paceline serve'"
+        )
+    collected: dict[str, Any] = {"status": status, "message": message, "pools": {}}
+    for pool in pools:
+        answers = ask_replicas(
+            serve.get_deployment_handle(pool.name, name),
+            STATUS_METHOD,
+            timeout_seconds=ANSWER_TIMEOUT_SECONDS,
+        )
+        collected["pools"][pool.name] = {
+            **asdict(pool),
+            "other": dict(pool.other),
+            "num_silent": answers.num_silent,
+            "replicas": sorted(answers.values, key=lambda replica: str(replica.get("id", ""))),
+        }
+    return collected
+
+
+def status_view(collected: Mapping[str, Any]) -> Group:
+    """The same for a human."""
+    pools = collected["pools"]
+    style = "green" if collected["status"] == "RUNNING" else "yellow"
+    parts: list[Any] = [Text.assemble("service ", (str(collected["status"]).lower(), style)), Text("")]
+    parts.append(pools_table(pools))
+    if targets := pools.get("target", {}).get("replicas"):
+        parts += [Text(""), targets_table(targets)]
+    if drafts := pools.get("draft", {}).get("replicas"):
+        parts += [Text(""), drafts_table(drafts)]
+    return Group(*parts)
+
+
+def pools_table(pools: Mapping[str, Row]) -> Table:
+    table = _table("pool", "running", "other", "silent", "")
+    for name, pool in pools.items():
+        other = ", ".join(f"{count} {state.lower()}" for state, count in pool["other"].items() if count)
+        table.add_row(
+            name, str(pool["running"]), other or "–", str(pool["num_silent"]), pool["message"][:120]
+        )
+    return table
+
+
+def targets_table(replicas: Sequence[Row]) -> Table:
+    table = _table(
+        "target",
+        "pid",
+        "running",
+        "waiting",
+        "KV use",
+        "drafts",
+        "tokens",
+        "drafted",
+        "accepted",
+        "length",
+        "step",
+    )
+    for row in replicas:
+        used = row["total_blocks"] - row["free_blocks"]
+        rounds = row["num_rounds_total"]
+        accepted, drafted = row["num_accepted_tokens_total"], row["num_draft_tokens_total"]
+        table.add_row(
+            str(row["id"]),
+            str(row["pid"]),
+            str(row["num_running"]),
+            str(row["num_waiting"]),
+            show_share(used, row["total_blocks"]),
+            str(len(row["drafts"])),
+            str(row["num_committed_tokens_total"]),
+            str(drafted),
+            show_share(accepted, drafted),
+            f"{1 + accepted / rounds:.2f}" if rounds else "–",
+            f"{row['step_seconds'] * 1000:.1f} ms",
+        )
+    return table
+
+
+def drafts_table(replicas: Sequence[Row]) -> Table:
+    table = _table("draft", "pid", "targets", "sequences", "KV use", "drafted", "discarded", "step")
+    for row in replicas:
+        used = row["num_blocks"] - row["num_free_blocks"]
+        table.add_row(
+            str(row["id"]),
+            str(row["pid"]),
+            str(row["num_targets"]),
+            str(row["num_sequences"]),
+            show_share(used, row["num_blocks"]),
+            str(row["num_drafted_tokens_total"]),
+            str(row["num_discarded_tokens_total"]),
+            f"{row['step_seconds'] * 1000:.1f} ms",
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    return table
+
+
+def status(
+    address: Annotated[
+        str | None, typer.Option(help="The Ray cluster; default: RAY_ADDRESS, else the one on this machine.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between looks, with --watch.")] = 2.0,
+) -> None:
+    """Show what a running service does."""
+    with Runtime.open(address=address or os.environ.get("RAY_ADDRESS") or "auto", num_cpus=0):
+        if as_json:
+            while True:
+                sys.stdout.write(json.dumps(collect_status()) + "\n")
+                sys.stdout.flush()
+                if not watch:
+                    return
+                time.sleep(interval)
+        console = stdout()
+        if not watch:
+            console.print(status_view(collect_status()))
+            return
+        with Live(status_view(collect_status()), console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                live.update(status_view(collect_status()), refresh=True)

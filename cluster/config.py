@@ -1,0 +1,409 @@
+"""The service's configuration: one YAML file, checked whole before anything starts.
+
+Option names follow vLLM and Ray Serve where they mean the same thing. Everything is refused that would
+otherwise be ignored: unknown and repeated keys, values of another type, combinations that contradict each
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from paceline.actors.engine.config import MAX_SPECULATIVE_TOKENS
+from paceline.cluster.config_errors import ConfigError, ConflictError, describe_errors
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+Count = Annotated[int, Field(ge=1)]
+OptionalCount = Annotated[int | None, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Factor = Annotated[float | None, Field(gt=0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+ModelName = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no guessing of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class AutoscalingConfig(Section):
+    """How a pool grows and shrinks (Ray Serve's option of the same name)."""
+
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """Fewest replicas; 0 lets the pool go to sleep."""
+    max_replicas: Count = 1
+    """Most replicas."""
+    initial_replicas: Annotated[int | None, Field(ge=0)] = None
+    """Replicas at the start; null = `min_replicas`."""
+    target_ongoing_requests: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0
+    """Load per replica that the pool aims at, in sequences."""
+    metrics_interval_s: Seconds = 2.0
+    """How often a replica reports its load."""
+    look_back_period_s: Seconds = 10.0
+    """Over how long the load is averaged."""
+    upscale_delay_s: Delay = 5.0
+    """How long more replicas must have been wanted before they are started."""
+    downscale_delay_s: Delay = 120.0
+    """How long fewer replicas must have been wanted before some are stopped."""
+    upscaling_factor: Factor = None
+    """Damps (below 1) or sharpens (above 1) growth; null = 1."""
+    downscaling_factor: Factor = None
+    """Damps (below 1) or sharpens (above 1) shrinking; null = 1."""
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> AutoscalingConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ConflictError(
+                "min_replicas",
+                f"is {self.min_replicas}, above max_replicas = {self.max_replicas} — lower it, or raise "
+                "max_replicas",
+            )
+        initial = self.initial_replicas
+        if initial is not None and not self.min_replicas <= initial <= self.max_replicas:
+            raise ConflictError(
+                "initial_replicas",
+                f"is {initial} — choose a number in [min_replicas, max_replicas] = "
+                f"[{self.min_replicas}, {self.max_replicas}]",
+            )
+        return self
+
+
+class RayActorOptions(Section):
+    """What one replica asks of its node (Ray's options of the same names)."""
+
+    num_cpus: Amount = 0.0
+    """Logical CPUs reserved. 0 reserves none, so that any number of replicas fits on a laptop."""
+    num_gpus: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
+    """GPUs reserved; null = 1 where `device` is cuda, else 0."""
+    memory: OptionalCount = None
+    """Bytes of memory reserved."""
+    resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    """Custom resources, such as `{draft_gpu: 1}`."""
+    accelerator_type: str | None = None
+    """Kind of accelerator, such as `L4`."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that the node must have."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray runtime environment: `env_vars`, `working_dir`, …"""
+
+
+class KvCacheConfig(Section):
+    """Size of the paged KV cache of one replica."""
+
+    memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Memory for KV blocks in GB (10⁹ bytes), next to the model's weights."""
+    num_blocks: OptionalCount = None
+    """Number of blocks instead; null = as many as fit into `memory_gb`."""
+
+    @model_validator(mode="after")
+    def _one_size(self) -> KvCacheConfig:
+        if self.num_blocks is not None and "memory_gb" in self.model_fields_set:
+            raise ConflictError("num_blocks", "contradicts memory_gb — give one of the two")
+        return self
+
+
+class ReplicaPool(Section):
+    """What every pool of replicas has."""
+
+    num_replicas: Count = 1
+    """A fixed number of replicas."""
+    autoscaling_config: AutoscalingConfig | None = None
+    """A number of replicas that follows the load, instead of `num_replicas`."""
+    ray_actor_options: RayActorOptions = Field(default_factory=RayActorOptions)
+    """Where replicas may run."""
+
+    @model_validator(mode="after")
+    def _one_count(self) -> ReplicaPool:
+        if self.autoscaling_config is not None and "num_replicas" in self.model_fields_set:
+            raise ConflictError("num_replicas", "contradicts autoscaling_config — give one of the two")
+        return self
+
+
+class ModelPool(ReplicaPool):
+    """What the pools have that run a model."""
+
+    device: Device = "auto"
+    """Where the model computes; auto = cuda where there is one, else cpu."""
+    num_threads: OptionalCount = None
+    """CPU threads of one replica; null = all cores of its node."""
+    max_num_seqs: Count = 64
+    """Most sequences in one step."""
+    max_num_batched_tokens: Count = 512
+    """Most tokens in one step, prompt chunks included."""
+    max_model_len: Annotated[int | None, Field(ge=2)] = None
+    """Longest prompt + completion in tokens; null = the model's own limit."""
+    block_size: Count = 16
+    """Tokens per KV block."""
+    kv_cache: KvCacheConfig = Field(default_factory=KvCacheConfig)
+    """Size of the KV cache."""
+    tensor_parallel_size: Count = 1
+    """Devices that share one replica's model. Only 1 is available."""
+    graceful_shutdown_timeout_s: Seconds = 30.0
+    """How long a replica that is stopped may take to finish what it has."""
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _unsharded(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(f"is {value}, and sharded models are not available — set it to 1")
+        return value
+
+    @model_validator(mode="after")
+    def _step_fits(self) -> ModelPool:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConflictError(
+                "max_num_batched_tokens",
+                f"is {self.max_num_batched_tokens}, below max_num_seqs = {self.max_num_seqs}, yet every "
+                "sequence needs one token a step — raise it, or lower max_num_seqs",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _device_is_reserved(self) -> ModelPool:
+        num_gpus = self.ray_actor_options.num_gpus
+        if self.device == "cpu" and num_gpus:
+            raise ConflictError(
+                "ray_actor_options.num_gpus", f"is {num_gpus:g}, yet device is cpu — remove one of the two"
+            )
+        if self.device == "cuda" and num_gpus == 0:
+            raise ConflictError(
+                "ray_actor_options.num_gpus",
+                "is 0, yet device is cuda, and Ray hides GPUs that are not reserved — remove it, or set a "
+                "number",
+            )
+        return self
+
+
+class TargetConfig(ModelPool):
+    """The pool that serves the model."""
+
+    max_num_waiting: Count = 256
+    """Most sequences that may queue at one replica; one more is refused as RESOURCE_EXHAUSTED."""
+
+
+class DraftConfig(ModelPool):
+    """The pool that proposes tokens. A string in its place is its `model`."""
+
+    model: ModelName
+    """The draft model, named like the served one. Its token map must be the served model's."""
+    dtype: Dtype | None = None
+    """Number format of weights and KV; null = the served model's."""
+
+
+class NgramConfig(Section):
+    """Prompt lookup on the target, for sequences without a draft: what followed the last occurrence of the
+    sequence's last tokens is proposed again."""
+
+    enabled: bool = True
+    """Whether the target looks."""
+    min_n: Count = 2
+    """Shortest match in tokens."""
+    max_n: Count = 4
+    """Longest match tried; longer ones are tried first."""
+    num_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 8
+    """Most tokens proposed by one lookup."""
+
+    @model_validator(mode="after")
+    def _range_is_not_empty(self) -> NgramConfig:
+        if self.min_n > self.max_n:
+            raise ConflictError(
+                "min_n", f"is {self.min_n}, above max_n = {self.max_n} — lower it, or raise max_n"
+            )
+        return self
+
+
+class SpeculationConfig(Section):
+    """How far drafts go ahead and how their tokens are accepted."""
+
+    verification: Literal["coupled"] = "coupled"
+    """The acceptance rule. Only coupled (shared noise) is available."""
+    num_speculative_tokens: Annotated[int | None, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] = None
+    """Draft tokens verified per sequence and step; 0 = none; null = chosen from measured acceptance and
+    step cost."""
+    max_num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 8
+    """Most draft tokens per sequence and step where `num_speculative_tokens` is null."""
+    hardware: Literal["auto", "shared", "separate"] = "auto"
+    """Whether target and drafts contend for the same processors (then they take turns) or not (then drafts
+    run ahead during the verification); auto = found out from the target's step times."""
+    wait_for_drafts: bool = True
+    """Whether a step may wait a moment for candidates where that pays; false = it never does."""
+    ngram: NgramConfig = Field(default_factory=NgramConfig)
+    """Prompt lookup."""
+
+    @field_validator("verification", mode="before")
+    @classmethod
+    def _available(cls, value: object) -> object:
+        if value in ("standard", "block"):
+            raise ValueError(f"the rule {value} is not available — set it to coupled, or remove it")
+        return value
+
+    @model_validator(mode="after")
+    def _one_length(self) -> SpeculationConfig:
+        if self.num_speculative_tokens is not None and "max_num_speculative_tokens" in self.model_fields_set:
+            raise ConflictError(
+                "max_num_speculative_tokens",
+                "is not used where num_speculative_tokens is fixed — give one of the two",
+            )
+        return self
+
+
+class GatewayConfig(ReplicaPool):
+    """The pool that takes requests and streams answers."""
+
+    grpc_port: Port = 9000
+    """Port of the gRPC endpoint, on every node."""
+    http_host: str = "127.0.0.1"
+    """Address of Ray Serve's HTTP endpoint, which only answers health checks."""
+    http_port: Port = 8000
+    """Port of that endpoint."""
+    max_ongoing_requests: Count = 512
+    """Requests that one gateway works on at a time."""
+    max_queued_requests: Annotated[int, Field(ge=-1)] = 512
+    """Requests that may queue for a gateway; one more is refused as RESOURCE_EXHAUSTED; -1 = no limit."""
+    request_timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    """Longest life of a request, streams included; null = no limit."""
+    resume_timeout_s: Seconds = 60.0
+    """How long a request whose target was lost may wait for another one."""
+    graceful_shutdown_timeout_s: Seconds = 30.0
+    """How long a gateway that is stopped may take to finish its requests."""
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> GatewayConfig:
+        if self.grpc_port == self.http_port:
+            raise ConflictError("http_port", f"is {self.http_port}, as grpc_port is — choose another one")
+        return self
+
+
+class RayConfig(Section):
+    """The Ray cluster to run on."""
+
+    address: str | None = None
+    """Address of a running cluster; null = the one on this machine, started if there is none."""
+    namespace: Annotated[str, Field(min_length=1)] = "paceline"
+    """Ray namespace of what is started."""
+    num_cpus: OptionalCount = None
+    """Logical CPUs of a cluster that is started here; null = all cores."""
+    include_dashboard: bool = False
+    """Whether a cluster that is started here has a dashboard."""
+
+    @model_validator(mode="after")
+    def _started_here(self) -> RayConfig:
+        if self.address not in (None, "local"):
+            for name in ("num_cpus", "include_dashboard"):
+                if name in self.model_fields_set:
+                    raise ConflictError(
+                        name,
+                        "describes a cluster that is started here, yet address names a running one — "
+                        "remove one of the two",
+                    )
+        return self
+
+
+class PacelineConfig(Section):
+    """The whole file. `model` alone is enough."""
+
+    model: ModelName
+    """The served model: a name of `paceline models list`, a local folder, a GGUF file, a hub id or an
+    `emulated://` address."""
+    served_model_name: Annotated[str | None, Field(min_length=1)] = None
+    """What requests call it; null = the last part of `model`."""
+    dtype: Dtype = "auto"
+    """Number format of the served model's weights and KV; auto = bfloat16."""
+    trust_remote_code: bool = False
+    """Whether code that comes with a model may run."""
+    draft: DraftConfig | None = None
+    """The draft pool; null = none."""
+    target: TargetConfig = Field(default_factory=TargetConfig)
+    """The target pool."""
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
+    """Speculation."""
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    """The gateways."""
+    ray: RayConfig = Field(default_factory=RayConfig)
+    """The cluster."""
+
+    @field_validator("draft", mode="before")
+    @classmethod
+    def _expand_draft(cls, value: object) -> object:
+        return {"model": value} if isinstance(value, str) else value
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests use."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        address = self.model.split("?", 1)[0].rstrip("/")
+        return address.rsplit("/", 1)[-1].removesuffix(".gguf")
+
+    @property
+    def draft_dtype(self) -> Dtype:
+        """The draft's number format where there is a draft pool: its own, else the served model's."""
+        if self.draft is not None and self.draft.dtype is not None:
+            return self.draft.dtype
+        return self.dtype
+
+
+def load_config(source: Path | str | Mapping[str, Any]) -> PacelineConfig:
+    """Read and check a configuration.
+
+    Args:
+        source: path of a YAML file, or what such a file contains.
+
+    Raises:
+        ConfigError: with every problem found, each as `path.to.key: what is wrong — remedy`.
+    """
+    if isinstance(source, Mapping):
+        content: object = dict(source)
+        origin = "configuration"
+    else:
+        content = _read_yaml(Path(source))
+        origin = str(source)
+    if not isinstance(content, dict):
+        raise ConfigError(origin, ["the file is not a mapping — start with `model: NAME`"])
+    try:
+        return PacelineConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(origin, describe_errors(error, PacelineConfig)) from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A YAML loader that refuses a key given twice, of which YAML itself would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = (key_node.tag, str(key_node.value))
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> object:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(str(path), [f"cannot be read: {reason} — check the path"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError(str(path), ["is not a text file in UTF-8 — save it as one"]) from None
+    try:
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+        raise ConfigError(str(path), [f"{where}{error.problem} — mend the YAML there"]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), [f"is not YAML: {error} — mend it"]) from None

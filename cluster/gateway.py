@@ -1,0 +1,357 @@
+"""Sequences on targets: placement, streaming and failover. Knows nothing of Ray or of text."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.actors.engine.errors import InvalidArgumentError, PacelineError
+from paceline.actors.engine.messages import Committed, Finished
+from paceline.actors.engine.parameters import FinishReason
+from paceline.actors.execution_client import ExecutionClient
+from paceline.actors.identity import TargetIdentity
+from paceline.cluster.errors import OverloadedError, TargetFailedError, TimeExceededError, UnavailableError
+from paceline.cluster.placement import TargetLoad, choose_target
+from paceline.cluster.requests import CheckedRequest
+from paceline.cluster.sequence import Arrival, Sequence, SequenceResult
+from paceline.cluster.sequence_stream import SequenceStream
+from paceline.cluster.targets import AttachedTarget, Connector, TargetPool
+
+logger = logging.getLogger(__name__)
+
+REFUSED_RETRY_SECONDS = 0.25
+"""A sequence that was running already and finds every target full asks again after this time."""
+
+_NOT_READY = "no target is ready; try again in a while"
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """Times in seconds."""
+
+    resume_timeout_seconds: float = 60.0
+    """How long a request that lost its target waits for another one."""
+    attach_grace_seconds: float = 2.0
+    """How long a new request waits while the first targets are being dialled."""
+    request_timeout_seconds: float | None = None
+    """Longest life of a request; None = as long as it takes."""
+    cancel_timeout_seconds: float = 5.0
+    """How long a request that ended by a stop string waits for its statistics."""
+    max_losses: int = 16
+    """A request that has lost its target more often is given up: it may be what kills them."""
+
+    def __post_init__(self) -> None:
+        for name in ("resume_timeout_seconds", "attach_grace_seconds", "cancel_timeout_seconds"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
+        if self.request_timeout_seconds is not None and not self.request_timeout_seconds > 0:
+            raise ValueError(f"request_timeout_seconds: must be positive, got {self.request_timeout_seconds}")
+        if self.max_losses < 0:
+            raise ValueError(f"max_losses: must not be negative, got {self.max_losses}")
+
+
+@dataclass(frozen=True)
+class GatewaySnapshot:
+    """For status and metrics."""
+
+    targets: tuple[TargetLoad, ...]
+    num_dialling: int
+    num_live: int
+    """Sequences that have not ended."""
+    num_waiting: int
+    """Of these, sequences without a target."""
+    num_placements: int
+    num_failovers: int
+    """Sequences that had to be placed again, each time counted, because a target was lost or left."""
+    num_ignored_messages: int
+    """Messages of a former epoch or of a sequence that has ended."""
+
+
+class Gateway:
+    """Places sequences on targets and keeps each one going until it ends, whichever targets die.
+
+    All methods run on one event loop, and none of those that change a sequence waits: a sequence is
+    always in exactly one of three states, placed on a target, waiting for one, or ended.
+
+    Args:
+        gateway_id: unique among the gateways of the service.
+        connect: makes links to targets; the default dials gRPC.
+    """
+
+    def __init__(
+        self, gateway_id: str, settings: GatewaySettings | None = None, connect: Connector | None = None
+    ) -> None:
+        self._settings = settings or GatewaySettings()
+        self._pool = TargetPool(
+            connect
+            or (
+                lambda address, events: ExecutionClient(address=address, gateway_id=gateway_id, events=events)
+            ),
+            self,
+        )
+        self._live: dict[str, Sequence] = {}
+        self._places: dict[str, AttachedTarget] = {}
+        self._waiting: dict[str, Sequence] = {}
+        self._give_up_timers: dict[str, asyncio.TimerHandle] = {}
+        """One for each waiting sequence."""
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._retry: asyncio.TimerHandle | None = None
+        self._num_placements = 0
+        self._num_failovers = 0
+        self._num_ignored_messages = 0
+
+    # ------------------------------------------------------------ for the service
+
+    def update_targets(self, addresses: Mapping[str, str]) -> None:
+        """Set which targets there are: target id → address. To be called again from time to time, since
+        each call dials those that are not attached (see ``TargetPool.update``)."""
+        self._pool.update(addresses)
+
+    async def identities(self) -> list[TargetIdentity]:
+        """Of the targets that take sequences; waits a little while the first ones are being dialled."""
+        await self._pool.dialled(self._settings.attach_grace_seconds)
+        return self._pool.identities
+
+    def open(self, request: CheckedRequest) -> SequenceStream:
+        """Place a sequence and return its stream, which must be closed (see there)."""
+        sequence = Sequence(uuid.uuid4().hex, request)
+        self._live[sequence.sequence_id] = sequence
+        if self._settings.request_timeout_seconds is not None:
+            timeout = self._settings.request_timeout_seconds
+            error = TimeExceededError(f"the request took longer than the service's limit of {timeout:g} s")
+            self._deadlines[sequence.sequence_id] = asyncio.get_running_loop().call_later(
+                timeout, self._fail, sequence, error
+            )
+        self._place(sequence)
+        return SequenceStream(sequence, self._stop, self._abandon)
+
+    def snapshot(self) -> GatewaySnapshot:
+        return GatewaySnapshot(
+            targets=tuple(self._pool.loads),
+            num_dialling=self._pool.num_dialling,
+            num_live=len(self._live),
+            num_waiting=len(self._waiting),
+            num_placements=self._num_placements,
+            num_failovers=self._num_failovers,
+            num_ignored_messages=self._num_ignored_messages,
+        )
+
+    async def close(self) -> None:
+        """End what is live with UNAVAILABLE and leave every target. Idempotent."""
+        for sequence in list(self._live.values()):
+            self._fail(sequence, UnavailableError("the gateway is shutting down; try again"))
+        if self._retry is not None:
+            self._retry.cancel()
+        await self._pool.close()
+
+    # ------------------------------------------------------------ TargetEvents
+
+    def on_ready(self) -> None:
+        if self._retry is None:
+            for sequence in list(self._waiting.values()):
+                self._place(sequence)
+
+    def on_unreachable(self) -> None:
+        if self._pool.num_dialling == 0:
+            for sequence in list(self._waiting.values()):
+                if not sequence.resuming:
+                    self._fail(sequence, UnavailableError(_NOT_READY))
+
+    def on_committed(self, target: AttachedTarget, message: Committed) -> None:
+        sequence = target.sequences.get(message.sequence_id)
+        if sequence is None or sequence.stopping:
+            self._num_ignored_messages += sequence is None
+            return
+        arrival = sequence.apply(message)
+        if arrival is Arrival.STALE:
+            self._num_ignored_messages += 1
+        elif arrival is Arrival.BROKEN:
+            logger.error(
+                "target %s sent %d tokens at %d for sequence %s of %d tokens, which do not fit: moving it",
+                target.target_id,
+                len(message.token_ids),
+                message.base_position,
+                sequence.sequence_id,
+                sequence.num_tokens,
+            )
+            target.cancel(sequence)
+            self._release(sequence)
+            self._replace(sequence)
+
+    def on_finished(self, target: AttachedTarget, message: Finished) -> None:
+        sequence = target.sequences.get(message.sequence_id)
+        if sequence is None or message.epoch != sequence.epoch:
+            self._num_ignored_messages += 1
+            return
+        self._release(sequence)
+        sequence.add_speculation(message.speculation)
+        if sequence.stopping:
+            self._end(sequence, FinishReason.STOP, message.cached_prompt_tokens)
+        elif message.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._end(sequence, message.reason, message.cached_prompt_tokens)
+        elif message.reason is FinishReason.ERROR and message.invalid_argument:
+            self._fail(sequence, _invalid_argument(message.error))
+        elif message.reason is FinishReason.ERROR and message.resource_exhausted:
+            sequence.refused_by.add(target.target_id)
+            self._place(sequence)
+        elif message.reason is FinishReason.CANCELLED or not target.load.accepting:
+            # Not cancelled by us: the target is leaving and gives its sequences back.
+            self._replace(sequence)
+        elif not sequence.failed_before:
+            # Perhaps the target's fault. A second failure, elsewhere where there is elsewhere, is the
+            # request's: it must not go round and fail every target.
+            logger.warning("target %s failed a sequence, trying again: %s", target.target_id, message.error)
+            sequence.failed_before = True
+            sequence.refused_by.add(target.target_id)
+            self._replace(sequence)
+        else:
+            logger.error("target %s failed a sequence again: %s", target.target_id, message.error)
+            self._fail(sequence, TargetFailedError(message.error or "the target failed this request"))
+
+    def on_lost(self, target: AttachedTarget) -> None:
+        for sequence in list(target.sequences.values()):
+            self._release(sequence)
+            self._replace(sequence)
+
+    # ------------------------------------------------------------ placing
+
+    def _place(self, sequence: Sequence) -> None:
+        """Put an unplaced sequence on a target, or let it wait for one, or end it."""
+        if sequence.ended or sequence.sequence_id in self._places:
+            return
+        if (reason := sequence.find_end()) is not None:
+            self._end(sequence, reason)
+            return
+        while True:
+            target_id = choose_target(
+                (target.load for target in self._pool.present.values()),
+                excluded=sequence.refused_by,
+                turn=self._num_placements,
+            )
+            if target_id is None:
+                self._wait(sequence)
+                return
+            target = self._pool.present[target_id]
+            try:
+                target.submit(sequence)
+            except PacelineError as error:
+                self._pool.lose(target, str(error))
+                continue
+            self._places[sequence.sequence_id] = target
+            self._num_placements += 1
+            self._stop_waiting(sequence)
+            return
+
+    def _replace(self, sequence: Sequence) -> None:
+        """Place a sequence again that lost its target."""
+        if sequence.stopping:
+            self._end(sequence, FinishReason.STOP)
+            return
+        sequence.num_losses += 1
+        if sequence.num_losses > self._settings.max_losses:
+            self._fail(
+                sequence,
+                UnavailableError(f"the request lost its target {sequence.num_losses} times and was given up"),
+            )
+            return
+        self._num_failovers += 1
+        if sequence.resume_until is None:
+            now = asyncio.get_running_loop().time()
+            sequence.resume_until = now + self._settings.resume_timeout_seconds
+        self._place(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        """No target takes the sequence now. A new one waits only for targets that are being dialled; one
+        that was running waits for any, until ``resume_until``."""
+        loop = asyncio.get_running_loop()
+        refused = bool(sequence.refused_by)
+        if refused and not sequence.resuming:
+            self._fail(sequence, OverloadedError("every target's queue is full; try again later"))
+            return
+        if refused:
+            sequence.refused_by.clear()
+            if self._retry is None:
+                self._retry = loop.call_later(REFUSED_RETRY_SECONDS, self._retry_waiting)
+        if sequence.sequence_id in self._waiting:
+            return
+        if sequence.resume_until is not None:
+            seconds = self._settings.resume_timeout_seconds
+            until = sequence.resume_until
+            text = f"the target was lost and no other took the request within {seconds:g} s"
+        elif self._pool.num_dialling:
+            until = loop.time() + self._settings.attach_grace_seconds
+            text = _NOT_READY
+        else:
+            self._fail(sequence, UnavailableError(_NOT_READY))
+            return
+        self._waiting[sequence.sequence_id] = sequence
+        self._give_up_timers[sequence.sequence_id] = loop.call_at(
+            until, self._fail, sequence, UnavailableError(text)
+        )
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        if self._waiting.pop(sequence.sequence_id, None) is not None:
+            self._give_up_timers.pop(sequence.sequence_id).cancel()
+
+    def _retry_waiting(self) -> None:
+        self._retry = None
+        self.on_ready()
+
+    # ------------------------------------------------------------ ending
+
+    async def _stop(self, sequence: Sequence) -> SequenceResult:
+        target = self._places.get(sequence.sequence_id)
+        if not sequence.ended and target is None:
+            self._end(sequence, FinishReason.STOP)
+        elif not sequence.ended and target is not None:
+            sequence.stopping = True
+            target.cancel(sequence)
+            timer = asyncio.get_running_loop().call_later(
+                self._settings.cancel_timeout_seconds, self._end, sequence, FinishReason.STOP
+            )
+            try:
+                while not sequence.ended:
+                    await sequence.wait()
+            finally:
+                timer.cancel()
+        cached = sequence.result.cached_prompt_tokens if sequence.result is not None else 0
+        return SequenceResult(FinishReason.STOP, sequence.speculation, cached)
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """Nobody wants the sequence any more: free it, wherever it is. Idempotent."""
+        self._end(sequence, FinishReason.CANCELLED)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, cached_prompt_tokens: int = 0) -> None:
+        if not sequence.ended:
+            self._forget(sequence)
+            sequence.finish(reason, cached_prompt_tokens)
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        if not sequence.ended:
+            self._forget(sequence)
+            sequence.fail(error)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._stop_waiting(sequence)
+        target = self._places.get(sequence.sequence_id)
+        if target is not None:
+            target.cancel(sequence)
+            self._release(sequence)
+        deadline = self._deadlines.pop(sequence.sequence_id, None)
+        if deadline is not None:
+            deadline.cancel()
+        self._live.pop(sequence.sequence_id, None)
+
+    def _release(self, sequence: Sequence) -> None:
+        target = self._places.pop(sequence.sequence_id, None)
+        if target is not None:
+            target.release(sequence)
+
+
+def _invalid_argument(text: str) -> InvalidArgumentError:
+    """A target's refusal, which reads ``field: reason``."""
+    field, separator, reason = text.partition(": ")
+    return InvalidArgumentError(field, reason) if separator else InvalidArgumentError("request", text)

@@ -1,0 +1,160 @@
+"""What the gateway keeps of one sequence: enough to rebuild it on any target."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from paceline.actors.engine.messages import Committed, Submit
+from paceline.actors.engine.parameters import FinishReason, SpeculationStats
+from paceline.actors.engine.stopping import find_stop
+from paceline.cluster.requests import CheckedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedTokens:
+    """What was committed since the last look; final."""
+
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]
+    """Entry i: token_ids[i] was an accepted draft token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """How a sequence ended. Speculation covers the placements that lived to report it."""
+
+    reason: FinishReason
+    speculation: SpeculationStats
+    cached_prompt_tokens: int = 0
+
+
+class Arrival(Enum):
+    """What became of a ``Committed``."""
+
+    APPLIED = auto()
+    STALE = auto()
+    """Of an older placement, or all known already: dropped."""
+    BROKEN = auto()
+    """It does not continue what is committed: this placement cannot be believed."""
+
+
+class Sequence:
+    """Prompt, committed tokens, parameters and seed of one sequence, and where it is placed.
+
+    Invariants: ``committed`` only ever grows; a placement has an epoch of its own, and only messages of
+    the present epoch count.
+    """
+
+    def __init__(self, sequence_id: str, request: CheckedRequest) -> None:
+        self.sequence_id = sequence_id
+        self.request = request
+        self.epoch = 0
+        self.num_losses = 0
+        """How often it has lost its target."""
+        self.failed_before = False
+        """A target could not compute it and did not say that the request is wrong."""
+        self.resume_until: float | None = None
+        """Since it lost its target and until it makes progress again: event-loop time at which it is
+        given up if it still has no other."""
+        self.committed: list[int] = []
+        self.accepted: list[bool] = []
+        self.speculation = SpeculationStats()
+        self.refused_by: set[str] = set()
+        """Targets that were full, or failed it, since it made progress last: the others come first."""
+        self.stopping = False
+        """The gateway has cancelled it and waits for its statistics only."""
+        self.result: SequenceResult | None = None
+        self.error: Exception | None = None
+        self._changed = asyncio.Event()
+        self._submitted = False
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.committed)
+
+    @property
+    def resuming(self) -> bool:
+        """It has lost its target and made no progress since."""
+        return self.resume_until is not None
+
+    async def wait(self) -> None:
+        """Until something changes that a reader may wait for."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def next_submit(self) -> Submit:
+        """Begin a new placement: its epoch fences the messages of the former ones."""
+        if self._submitted:
+            self.epoch += 1
+        self._submitted = True
+        request = self.request
+        return Submit(
+            sequence_id=self.sequence_id,
+            epoch=self.epoch,
+            token_ids=(*request.prompt_token_ids, *self.committed),
+            prompt_length=len(request.prompt_token_ids),
+            sampling=request.sampling,
+            stopping=request.stopping,
+            speculation=request.speculation,
+        )
+
+    def apply(self, message: Committed) -> Arrival:
+        """Append newly committed tokens.
+
+        Tokens that are known already are compared and trimmed, as tails are: addressed by absolute
+        position, never by order of arrival.
+        """
+        if message.epoch != self.epoch or self.ended:
+            return Arrival.STALE
+        known = self.num_tokens - message.base_position
+        start = message.base_position - len(self.request.prompt_token_ids)
+        if known < 0 or start < 0 or len(message.accepted) != len(message.token_ids):
+            return Arrival.BROKEN
+        overlap = message.token_ids[:known]
+        if tuple(self.committed[start : start + len(overlap)]) != overlap:
+            return Arrival.BROKEN
+        token_ids = message.token_ids[known:]
+        if not token_ids:
+            return Arrival.STALE
+        if find_stop(token_ids, len(self.committed), self.request.stopping).num_kept < len(token_ids):
+            return Arrival.BROKEN
+        self.committed.extend(token_ids)
+        self.accepted.extend(message.accepted[known:])
+        self.refused_by.clear()
+        self.resume_until = None
+        self._changed.set()
+        return Arrival.APPLIED
+
+    def find_end(self) -> FinishReason | None:
+        """The reason to end that the committed tokens themselves give (a target may die between its last
+        ``Committed`` and its ``Finished``)."""
+        if not self.committed:
+            return None
+        return find_stop(self.committed, 0, self.request.stopping).reason
+
+    def add_speculation(self, stats: SpeculationStats) -> None:
+        """Count a placement's statistics in."""
+        total = self.speculation
+        total.rounds += stats.rounds
+        total.draft_tokens += stats.draft_tokens
+        total.accepted_tokens += stats.accepted_tokens
+        missing = len(stats.accepted_per_position) - len(total.accepted_per_position)
+        total.accepted_per_position.extend([0] * max(0, missing))
+        for depth, count in enumerate(stats.accepted_per_position):
+            total.accepted_per_position[depth] += count
+
+    def finish(self, reason: FinishReason, cached_prompt_tokens: int = 0) -> None:
+        self.result = SequenceResult(
+            reason, self.speculation, min(cached_prompt_tokens, len(self.request.prompt_token_ids))
+        )
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self._changed.set()

@@ -1,0 +1,152 @@
+"""From a configuration to a running service: checks first, then Ray, Serve, and the pools."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+
+from paceline.actors import weights
+from paceline.actors.vocabulary import check_compatible, vocabulary_hash
+from paceline.actors.weight_progress import ProgressCallback, silent
+from paceline.cluster.client import connect
+from paceline.cluster.config import PacelineConfig
+from paceline.cluster.runtime import OnProgress, Runtime, RuntimeStartError, free_port, port_is_free
+from paceline.cluster.tokenization import load_codec
+from paceline.protos import generation_pb2 as proto
+
+APPLICATION_NAME = "paceline"
+ROUTE_PREFIX = "/paceline"
+PROBE_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class RunningService:
+    """What a caller needs to know of a service that is up."""
+
+    grpc_address: str
+    ray_address: str
+    started_ray: bool
+    info: proto.GetModelInfoResponse
+
+
+def check_models(config: PacelineConfig, progress: ProgressCallback = silent) -> None:
+    """See that the models are there and speak the same token ids, before anything starts.
+
+    Raises:
+        ModelError: a model is missing, with the remedy.
+        IncompatibleDraftError: the draft's token map is another one.
+    """
+    target_source = weights.resolve(config.model, progress)
+    if config.draft is None:
+        return
+    draft_source = weights.resolve(config.draft.model, progress)
+    if draft_source == target_source:
+        return
+    target = load_codec(target_source, trust_remote_code=config.trust_remote_code)
+    draft = load_codec(draft_source, trust_remote_code=config.trust_remote_code)
+    check_compatible(
+        draft_model=config.draft.model,
+        draft_vocabulary=vocabulary_hash(draft.vocabulary()),
+        target_model=config.model,
+        target_vocabulary=vocabulary_hash(target.vocabulary()),
+    )
+
+
+def required_cpus(config: PacelineConfig) -> int:
+    """Logical processors that a Ray of our own needs for every replica that may ever run.
+
+    They are a number for placement, not cores: replicas of one laptop share its cores, and their thread
+    counts (``num_threads``) say how.
+    """
+    pools = [config.gateway, config.target, *([config.draft] if config.draft else [])]
+    reserved = 0.0
+    for pool in pools:
+        autoscaling = pool.autoscaling_config
+        most = autoscaling.max_replicas if autoscaling is not None else pool.num_replicas
+        reserved += most * pool.ray_actor_options.num_cpus
+    return max(os.cpu_count() or 1, int(reserved) + 1)
+
+
+@contextlib.contextmanager
+def serving(
+    config: PacelineConfig,
+    *,
+    address: str | None = None,
+    verbose: bool = False,
+    timeout_seconds: float | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+    on_progress: OnProgress = lambda pools: None,
+) -> Iterator[RunningService]:
+    """A running service for the length of the block; afterwards it is drained and gone.
+
+    Args:
+        address: a running Ray cluster to join (``auto``: this machine's), before ``config.ray.address``
+            and ``RAY_ADDRESS``. None and neither of those: start an own one.
+        on_stage: told in a few words what happens next.
+
+    Raises:
+        RuntimeStartError: the service does not come up; what was started has been stopped again.
+    """
+    port = config.gateway.grpc_port
+    address = address or config.ray.address
+    if not address and not os.environ.get("RAY_ADDRESS") and not port_is_free(port, "0.0.0.0"):
+        # Found out before the seconds that Ray needs.
+        raise RuntimeStartError(f"port {port} is in use; choose another one with --port")
+    on_stage("joining Ray" if address else "starting Ray")
+    runtime = Runtime.open(
+        address=None if address == "local" else address,
+        num_cpus=config.ray.num_cpus or required_cpus(config),
+        include_dashboard=config.ray.include_dashboard,
+        namespace=config.ray.namespace,
+        verbose=verbose,
+    )
+    with runtime:
+        # Only now: Ray Serve reads its environment when it is imported.
+        from paceline.cluster.application import build_app
+
+        on_stage("starting Ray Serve")
+        runtime.start_serve(host=config.gateway.http_host, port=port, http_port=_http_port(config))
+        on_stage("starting the pools")
+        runtime.deploy(build_app(config), name=APPLICATION_NAME, route_prefix=ROUTE_PREFIX)
+        runtime.wait_until_ready(APPLICATION_NAME, on_progress=on_progress, timeout_seconds=timeout_seconds)
+        host = "127.0.0.1" if config.gateway.http_host in ("0.0.0.0", "::") else config.gateway.http_host
+        grpc_address = f"{host}:{port}"
+        info = probe(grpc_address, runtime)
+        yield RunningService(grpc_address, runtime.ray_address, runtime.started_ray, info)
+
+
+def probe(grpc_address: str, runtime: Runtime) -> proto.GetModelInfoResponse:
+    """Ask the public endpoint who it is: the last sign that the service is up.
+
+    Raises:
+        RuntimeStartError: nobody answers, or it is not this service.
+    """
+    with connect(grpc_address) as stub:
+        try:
+            answer: proto.GetModelInfoResponse = stub.GetModelInfo(
+                proto.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_SECONDS, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            remedy = (
+                ""
+                if runtime.started_ray
+                else "; Serve of the joined cluster must have been started with Paceline's gRPC servicer: "
+                "see docs/operations.md"
+            )
+            raise RuntimeStartError(
+                f"the pools run, but {grpc_address} does not answer ({error.code().name}: "
+                f"{error.details()}){remedy}"
+            ) from error
+    return answer
+
+
+def _http_port(config: PacelineConfig) -> int:
+    """The configured one; where that is a default that is taken, any other: nobody waits for it there."""
+    port = config.gateway.http_port
+    if "http_port" in config.gateway.model_fields_set or port_is_free(port, config.gateway.http_host):
+        return port
+    return free_port(config.gateway.http_host)

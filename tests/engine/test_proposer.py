@@ -1,0 +1,99 @@
+"""Prompt lookup: what is proposed, and when it stops looking."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from paceline.actors.engine.config import NgramConfig
+from paceline.actors.engine.proposer import MAX_PAUSE_ROUNDS, NgramIndex, NgramProposer
+
+
+def scan(token_ids: list[int], min_n: int, max_n: int, num_tokens: int) -> list[int]:
+    """The definition: longest n first, the last earlier occurrence that has a continuation."""
+    for n in range(min(max_n, len(token_ids)), min_n - 1, -1):
+        suffix = token_ids[-n:]
+        for start in range(len(token_ids) - n - 1, -1, -1):
+            if token_ids[start : start + n] == suffix:
+                copied = list(token_ids)
+                for offset in range(num_tokens):
+                    copied.append(copied[start + n + offset])
+                return copied[len(token_ids) :]
+    return []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_index_equals_a_scan_however_it_grew(seed: int) -> None:
+    rng = random.Random(seed)
+    min_n = rng.randint(1, 3)
+    max_n = min_n + rng.randint(0, 3)
+    index = NgramIndex(min_n, max_n)
+    token_ids: list[int] = []
+    found = 0
+    for _ in range(60):
+        token_ids.extend(rng.randrange(4) for _ in range(rng.randint(1, 5)))
+        index.update(token_ids)
+        num_tokens = rng.randint(1, 9)
+        expected = scan(token_ids, min_n, max_n, num_tokens)
+        assert index.propose(token_ids, num_tokens) == expected
+        found += bool(expected)
+    assert found > 10
+
+
+def test_nothing_without_a_match() -> None:
+    index = NgramIndex(2, 4)
+    index.update([1, 2, 3, 4])
+    assert index.propose([1, 2, 3, 4], 8) == []
+    index.update([])
+    assert NgramIndex(1, 2).propose([], 4) == []
+
+
+def test_longest_match_wins_and_the_last_occurrence() -> None:
+    token_ids = [5, 1, 2, 3, 7, 2, 3, 8, 1, 2, 3]
+    index = NgramIndex(1, 3)
+    index.update(token_ids)
+    assert index.propose(token_ids, 1) == [7]
+    short = NgramIndex(1, 2)
+    short.update(token_ids)
+    assert short.propose(token_ids, 1) == [8]
+
+
+def test_a_loop_continues_past_the_end() -> None:
+    token_ids = [9, 1, 2, 3, 1, 2, 3]
+    index = NgramIndex(2, 3)
+    index.update(token_ids)
+    assert index.propose(token_ids, 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_useless_lookups_become_rare_and_a_hit_ends_the_pause() -> None:
+    proposer = NgramProposer(NgramConfig(min_n=1, max_n=1))
+    token_ids = [1, 1]
+    lookups = 0
+    for _ in range(1000):
+        token_ids.append(1)
+        if proposer.propose(token_ids, 4):
+            lookups += 1
+            proposer.record(4, 0)
+    assert 5 < lookups < 1000 // MAX_PAUSE_ROUNDS + 10
+    assert proposer.acceptance.rate < 0.05
+    while not proposer.propose(token_ids, 4):
+        token_ids.append(1)
+    proposer.record(4, 2)
+    token_ids.append(1)
+    assert proposer.propose(token_ids, 4) == [1, 1, 1, 1]
+
+
+def test_asking_twice_gives_the_same_answer_and_costs_no_pause() -> None:
+    proposer = NgramProposer(NgramConfig(min_n=1, max_n=1))
+    token_ids = [1, 1, 1]
+    first = proposer.propose(token_ids, 4)
+    assert proposer.propose(token_ids, 2) == first[:2]
+    proposer.record(4, 0)
+    token_ids.append(1)
+    for _ in range(5):
+        assert proposer.propose(token_ids, 4) == []
+
+
+def test_off_means_off() -> None:
+    assert NgramProposer(NgramConfig(enabled=False)).propose([1, 1, 1], 4) == []
+    assert NgramProposer(NgramConfig()).propose([1, 1, 1], 0) == []
