@@ -9,7 +9,15 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar=on -c constraints.txt
+INSTALL_LOG := $(VENV)/install.log
+# pip in full goes to the log; the terminal sees the big downloads, the installation and errors.
+PIP_INSTALL := $(BIN)/python -m pip install --progress-bar=off -c constraints.txt
+SHOW := 2>&1 | tee -a $(INSTALL_LOG) | awk '/^ *(Downloading|Using cached) .*[(][0-9][0-9]+([.][0-9])? MB\)/ \
+	{sub(/^ */, "      "); print; fflush()} /^Installing collected/ {print "      installing"; fflush()} /^ERROR/' \
+	|| { echo "The whole story is in $(INSTALL_LOG)."; exit 1; }
+
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 SOURCES := actors cluster
 PROTOS := $(wildcard protos/*.proto)
@@ -68,10 +76,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 		{ echo "Paceline needs Python 3.11 or newer; name it: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "[1/4] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@: > $(INSTALL_LOG)
 	@echo "[2/4] pip"
-	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25'
+	@$(PIP_INSTALL) --upgrade 'pip>=25' $(SHOW)
 	@echo "[3/4] torch"
-	@$(PIP_INSTALL) torch
+	@$(PIP_INSTALL) torch $(SHOW)
 	@echo "[4/4] paceline and its other dependencies"
-	@$(PIP_INSTALL) -e '.[dev,bench]'
+	@$(PIP_INSTALL) -e '.[dev,bench]' $(SHOW)
 	@touch $@

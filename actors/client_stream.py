@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import grpc
 import grpc.aio
+from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from paceline.actors.channels import ChannelSettings, open_channel
 from paceline.actors.engine.errors import PacelineError
@@ -75,8 +76,8 @@ class ClientStream(Generic[RequestT, ResponseT]):
                     answer = await self._call.read()
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     # The call is over; its status says why.
-                    answer = grpc.aio.EOF
-                if answer is grpc.aio.EOF:
+                    answer = EOF
+                if answer is EOF:
                     raise await self._ended()
         except TimeoutError:
             raise PeerLostError(f"{self.address} did not answer within {timeout:g} s") from None
@@ -104,7 +105,7 @@ class ClientStream(Generic[RequestT, ResponseT]):
             self._call.cancel()
         if self._channel is not None:
             channel, self._channel = self._channel, None
-            await channel.close()
+            await channel.close(None)
 
     async def _read(
         self,
@@ -115,8 +116,8 @@ class ClientStream(Generic[RequestT, ResponseT]):
             try:
                 response = await call.read()
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                response = grpc.aio.EOF
-            if response is grpc.aio.EOF:
+                response = EOF
+            if response is EOF:
                 if await call.code() is grpc.StatusCode.OK:
                     return
                 raise await self._ended()

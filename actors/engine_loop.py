@@ -180,7 +180,9 @@ class EngineLoop(Generic[EngineT, OutputT]):
             self._run_passes()
         except Exception as error:
             logger.exception("the %s failed", self._thread.name)
-            self._failure = EngineFailedError(f"the {self._thread.name} failed: {type(error).__name__}: {error}")
+            self._failure = EngineFailedError(
+                f"the {self._thread.name} failed: {type(error).__name__}: {error}"
+            )
             self._failure.__cause__ = error
         finally:
             self._step_started = None

@@ -43,7 +43,12 @@ class ExecutionClient:
     """Used once: attach, submit and cancel until it is lost or closed. Another attempt is another client."""
 
     def __init__(
-        self, *, address: str, gateway_id: str, events: ExecutionEvents, settings: ChannelSettings | None = None
+        self,
+        *,
+        address: str,
+        gateway_id: str,
+        events: ExecutionEvents,
+        settings: ChannelSettings | None = None,
     ) -> None:
         self.address = address
         self._gateway_id = gateway_id

@@ -112,9 +112,7 @@ class ExecutionServicer(pb_grpc.ExecutionServiceServicer):
                     load=None if self._load is None else wire.load_to_proto(self._load),
                 )
             )
-            gateway = AttachedGateway(
-                f"{gateway_id}#{next(self._counter)}", pending, stream, load=self._load
-            )
+            gateway = AttachedGateway(f"{gateway_id}#{next(self._counter)}", pending, stream, load=self._load)
             await self._serve(gateway)
 
     def _admit(self, first: pb.ExecutionRequest) -> str:

@@ -58,6 +58,7 @@ class VerificationClient:
             address, settings, _attach, self._pending
         )
         self.attached = False
+        self.was_attached = False
 
     def publish(self, output: CandidateOutput) -> None:
         """Send what the engine has for this target."""
@@ -89,7 +90,7 @@ class VerificationClient:
                     f"{self.address} is target {welcome.target_id!r} now, not {self.target_id!r}"
                 )
             self._engine_loop.post(lambda engine: engine.target_joined(self.peer, welcome.vocab_size))
-            self.attached = True
+            self.attached = self.was_attached = True
             await self._stream.run(self._on_message)
         finally:
             if self.attached:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -27,6 +28,7 @@ from paceline.protos import verification_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 OutputT = TypeVar("OutputT")
+
 
 @dataclass
 class AttachedDraft:
@@ -153,10 +155,11 @@ class VerificationServicer(pb_grpc.VerificationServiceServicer):
         candidates = [wire.candidates_from_proto(item) for item in message.candidates]
         declines = [wire.decline_from_proto(item) for item in message.declines]
         step_seconds = message.step_microseconds * 1e-6
+        received_at = time.monotonic()
 
         def event(engine: TargetEngine) -> None:
             if candidates:
-                engine.candidates(peer, candidates, step_seconds)
+                engine.candidates(peer, candidates, step_seconds, received_at)
             for decline in declines:
                 engine.decline(peer, decline)
 

@@ -312,9 +312,7 @@ def candidates_from_proto(proto: verification.Candidates) -> m.Candidates:
 
 
 def decline_to_proto(decline: m.Decline) -> verification.Decline:
-    return verification.Decline(
-        sequence_id=decline.sequence_id, epoch=decline.epoch, reason=decline.reason
-    )
+    return verification.Decline(sequence_id=decline.sequence_id, epoch=decline.epoch, reason=decline.reason)
 
 
 def decline_from_proto(proto: verification.Decline) -> m.Decline:

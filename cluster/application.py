@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 
@@ -27,19 +28,20 @@ HEALTH_CHECK_TIMEOUT_SECONDS = 10.0
 def build_app(config: PacelineConfig) -> Application:
     """Gateway, target and, where the configuration has one, draft. Deploy it under any route prefix but
     None, which Serve does not reach over gRPC."""
-    target = TargetDeployment.options(name=TARGET, **model_pool_options(config.target)).bind(config)
+    target_deployment = serve.deployment(TargetDeployment, name=TARGET)
+    target = target_deployment.options(**model_pool_options(config.target)).bind(config)
     arguments = [config, target]
     if config.draft is not None:
-        draft = DraftDeployment.options(name=DRAFT, **model_pool_options(config.draft)).bind(config, target)
+        draft_deployment = serve.deployment(DraftDeployment, name=DRAFT)
+        draft = draft_deployment.options(**model_pool_options(config.draft)).bind(config, target)
         arguments.append(draft)
-    return GatewayDeployment.options(
-        name=GATEWAY,
-        **pool_options(
-            config.gateway,
-            max_ongoing_requests=gateway_limit(config.gateway),
-            graceful_shutdown_timeout_s=config.gateway.graceful_shutdown_timeout_s,
-        ),
-    ).bind(*arguments)
+    gateway_deployment = serve.deployment(GatewayDeployment, name=GATEWAY)
+    gateway_options = pool_options(
+        config.gateway,
+        max_ongoing_requests=gateway_limit(config.gateway),
+        graceful_shutdown_timeout_s=config.gateway.graceful_shutdown_timeout_s,
+    )
+    return gateway_deployment.options(**gateway_options).bind(*arguments)
 
 
 def gateway_limit(gateway: GatewayConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import grpc
@@ -32,12 +33,15 @@ _BYTE_STAGES = frozenset({PullStage.VERIFY, PullStage.DOWNLOAD, PullStage.SEAL})
 
 def stdout() -> Console:
     """The console of results. Made anew each time: tests and pipes replace ``sys.stdout``."""
-    return Console(highlight=False)
+    return Console(file=sys.stdout, highlight=False)
 
 
 def stderr() -> Console:
-    """The console of notices, progress and errors, so that stdout can be piped."""
-    return Console(stderr=True, highlight=False)
+    """The console of notices, progress and errors, so that stdout can be piped.
+
+    It holds on to the present stream: a live display goes on while Ray's output is kept away.
+    """
+    return Console(file=sys.stderr, highlight=False)
 
 
 def show_error(message: str) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cluster.cli_output import show_share, stdout
-from paceline.cluster.runtime import Runtime, RuntimeStartError, application_progress
+from paceline.cluster.runtime import Runtime, RuntimeStartError, application_progress, import_serve
 from paceline.cluster.service_start import APPLICATION_NAME
 
 ANSWER_TIMEOUT_SECONDS = 3.0
@@ -41,8 +41,7 @@ def collect_status(name: str = APPLICATION_NAME) -> dict[str, Any]:
     Raises:
         RuntimeStartError: the joined Ray runs no such application.
     """
-    from ray import serve
-
+    serve = import_serve()
     from paceline.cluster.directory import STATUS_METHOD, ask_replicas
 
     status, message, pools = application_progress(name)
@@ -91,34 +90,29 @@ def pools_table(pools: Mapping[str, Row]) -> Table:
 
 def targets_table(replicas: Sequence[Row]) -> Table:
     table = _table(
-        "target",
-        "pid",
-        "running",
-        "waiting",
-        "KV use",
-        "drafts",
-        "tokens",
-        "drafted",
-        "accepted",
-        "length",
-        "step",
+        *("target", "pid", "running", "waiting", "KV use", "drafts"),
+        *("tokens", "drafted", "accepted", "length", "step"),
     )
     for row in replicas:
-        used = row["total_blocks"] - row["free_blocks"]
-        rounds = row["num_rounds_total"]
-        accepted, drafted = row["num_accepted_tokens_total"], row["num_draft_tokens_total"]
+        engine = row.get("engine")
+        if engine is None:
+            table.add_row(row["id"], str(row["pid"]), Text(row["error"], style="red"))
+            continue
+        used = engine["total_blocks"] - engine["free_blocks"]
+        rounds = engine["num_rounds_total"]
+        accepted, drafted = engine["num_accepted_tokens_total"], engine["num_draft_tokens_total"]
         table.add_row(
-            str(row["id"]),
+            row["id"],
             str(row["pid"]),
-            str(row["num_running"]),
-            str(row["num_waiting"]),
-            show_share(used, row["total_blocks"]),
+            str(engine["num_running"]),
+            str(engine["num_waiting"]),
+            show_share(used, engine["total_blocks"]),
             str(len(row["drafts"])),
-            str(row["num_committed_tokens_total"]),
+            str(engine["num_committed_tokens_total"]),
             str(drafted),
             show_share(accepted, drafted),
             f"{1 + accepted / rounds:.2f}" if rounds else "–",
-            f"{row['step_seconds'] * 1000:.1f} ms",
+            f"{engine['step_seconds'] * 1000:.1f} ms",
         )
     return table
 
@@ -126,16 +120,20 @@ def targets_table(replicas: Sequence[Row]) -> Table:
 def drafts_table(replicas: Sequence[Row]) -> Table:
     table = _table("draft", "pid", "targets", "sequences", "KV use", "drafted", "discarded", "step")
     for row in replicas:
-        used = row["num_blocks"] - row["num_free_blocks"]
+        engine = row.get("engine")
+        if engine is None:
+            table.add_row(row["id"], str(row["pid"]), Text(row["error"], style="red"))
+            continue
+        used = engine["num_blocks"] - engine["num_free_blocks"]
         table.add_row(
-            str(row["id"]),
+            row["id"],
             str(row["pid"]),
-            str(row["num_targets"]),
-            str(row["num_sequences"]),
-            show_share(used, row["num_blocks"]),
-            str(row["num_drafted_tokens_total"]),
-            str(row["num_discarded_tokens_total"]),
-            f"{row['step_seconds'] * 1000:.1f} ms",
+            str(engine["num_targets"]),
+            str(engine["num_sequences"]),
+            show_share(used, engine["num_blocks"]),
+            str(engine["num_drafted_tokens_total"]),
+            str(engine["num_discarded_tokens_total"]),
+            f"{engine['step_seconds'] * 1000:.1f} ms",
         )
     return table
 

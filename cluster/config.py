@@ -263,7 +263,8 @@ class GatewayConfig(ReplicaPool):
     grpc_port: Port = 9000
     """Port of the gRPC endpoint, on every node."""
     http_host: str = "127.0.0.1"
-    """Address of Ray Serve's HTTP endpoint, which only answers health checks."""
+    """Address that the endpoints listen on: Ray Serve's HTTP endpoint, which only answers health checks, and
+    in HAProxy mode the gRPC endpoint too (Serve's default proxy listens on all addresses)."""
     http_port: Port = 8000
     """Port of that endpoint."""
     max_ongoing_requests: Count = 512
@@ -288,7 +289,8 @@ class RayConfig(Section):
     """The Ray cluster to run on."""
 
     address: str | None = None
-    """Address of a running cluster; null = the one on this machine, started if there is none."""
+    """Address of a running cluster to join; auto = the one on this machine; null = `RAY_ADDRESS` where it is
+    set, else a cluster of its own is started, and stopped in the end."""
     namespace: Annotated[str, Field(min_length=1)] = "paceline"
     """Ray namespace of what is started."""
     num_cpus: OptionalCount = None

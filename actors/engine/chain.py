@@ -33,8 +33,8 @@ class DraftChain:
     started: bool = False
     """The draft has sent something that was not stale: it follows the sequence."""
     reopened: bool = False
-    """The same draft held this sequence before, so that messages of that time may still be under way:
-    everything is stale until the first message of revision 0."""
+    """The same draft held this sequence before, so that messages of that time may still be under way. As a
+    stream keeps its order, a revision below one seen before is then the first of the present stay."""
 
     def receive(
         self,
@@ -50,9 +50,11 @@ class DraftChain:
             committed: all committed tokens of the sequence.
             max_length: tokens that the chain may hold; what is past it is dropped.
         """
-        if revision <= self.dead_revision or revision < self.revision or (self.reopened and revision):
+        if self.reopened and revision < self.revision:
+            self.reopened = False
+            self.revision, self.dead_revision, self.token_ids = revision, -1, []
+        if revision <= self.dead_revision or revision < self.revision:
             return Received.STALE
-        self.reopened = False
         if revision > self.revision:
             self.revision = revision
             self.token_ids = []

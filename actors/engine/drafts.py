@@ -160,7 +160,7 @@ class DraftBook:
 
     # ------------------------------------------------------------------ sequences come and go
 
-    def place(self, sequences: Iterable[TargetSequence], window: int, now: float) -> None:
+    def place(self, sequences: Iterable[TargetSequence], window: int) -> None:
         """Open those of ``sequences`` that have no draft and can use one, where drafts have room."""
         if not any(len(draft.sequences) < draft.hello.capacity for draft in self._drafts.values()):
             return
@@ -171,9 +171,9 @@ class DraftBook:
         given = assign([self._allowed(sequence) for sequence in wanting], loads)
         for sequence, peer in zip(wanting, given, strict=True):
             if peer is not None:
-                self._open(sequence, self._drafts[peer], window, now)
+                self._open(sequence, self._drafts[peer], window)
 
-    def rebalance(self, newcomer: str, window: int, now: float) -> None:
+    def rebalance(self, newcomer: str, window: int) -> None:
         """Move sequences to a draft that has just arrived, as far as that evens out the load."""
         target = self._drafts[newcomer]
         moves = even_out(newcomer, {peer: draft.load for peer, draft in self._drafts.items()})
@@ -187,7 +187,7 @@ class DraftBook:
             movable.sort(key=lambda sequence: len(sequence.token_ids))
             for sequence in movable[:count]:
                 self.close(sequence)
-                self._open(sequence, target, window, now)
+                self._open(sequence, target, window)
 
     def close(self, sequence: TargetSequence, *, bar: bool = False, tell: bool = True) -> None:
         """Take a sequence from its draft, if it has one.
@@ -219,7 +219,7 @@ class DraftBook:
             if peer not in sequence.barred_drafts and draft.can_follow(length)
         ]
 
-    def _open(self, sequence: TargetSequence, draft: Draft, window: int, now: float) -> None:
+    def _open(self, sequence: TargetSequence, draft: Draft, window: int) -> None:
         length = len(sequence.token_ids)
         window = min(window, sequence.tail_limit, draft.hello.max_model_len - length)
         sequence.drafting = Drafting(
@@ -228,7 +228,6 @@ class DraftBook:
             window=window,
             chain=DraftChain(reopened=draft.peer in sequence.former_drafts),
             acceptance=AcceptanceEstimate(prior=draft.acceptance.rate, prior_trials=8.0),
-            told_at=now,
         )
         draft.sequences[sequence.sequence_id] = sequence
         output = self._output.setdefault(draft.peer, DraftOutput())
@@ -279,27 +278,36 @@ class DraftBook:
         if received in (Received.STALE, Received.DIFFERS, Received.GAP):
             # Made before the draft heard of what is committed by now: the answer is still to come.
             self.num_stale += 1
-            drafting.resting = drafting.resting or received is not Received.STALE
             return
-        if drafting.measuring:
-            self._drafts[peer].response_seconds.add(now - drafting.told_at)
-        drafting.measuring = False
-        drafting.resting = False
+        end = message.base_position + len(token_ids)
+        if drafting.asked_at is not None and (
+            message.revision > drafting.asked_revision or end > drafting.asked_limit
+        ):
+            self._drafts[peer].response_seconds.add(now - drafting.asked_at)
+            drafting.asked_at = None
         drafting.silent = False
         drafting.news_at = now
 
     # ------------------------------------------------------------------ what drafts are told
 
     def follow(self, sequence: TargetSequence, base_position: int, num_accepted: int) -> None:
-        """Bring the chain up to the tokens committed from ``base_position`` on.
+        """Bring the chain up to the tokens committed from ``base_position`` on, and learn how good it was.
+
+        Chain tokens that were not verified (a bonus position, a lookup's tail in their place) tell as much.
 
         Args:
             num_accepted: tokens of this chain that verification accepted.
         """
         drafting = sequence.drafting
-        if drafting is not None:
-            drafting.chain.advance(sequence.token_ids[base_position:])
-            drafting.num_accepted += num_accepted
+        if drafting is None:
+            return
+        drafting.num_accepted += num_accepted
+        committed = sequence.token_ids[base_position:]
+        num_compared = min(len(drafting.chain.token_ids), len(committed))
+        if num_compared:
+            num_foretold = drafting.chain.advance(committed)
+            drafting.acceptance.record(num_compared, num_foretold)
+            self._drafts[drafting.peer].acceptance.record(num_compared, num_foretold)
 
     def report(self, sequence: TargetSequence, window: int, now: float) -> None:
         """Tell the draft what was committed since it was last told, and its window.
@@ -331,14 +339,14 @@ class DraftBook:
             )
         )
         chain = drafting.chain
-        advanced = length - known
-        # Whether the draft, as far as is known here, had work of its own to go on with until now.
-        drafting.resting = (
-            chain.dead_revision >= chain.revision or len(chain.token_ids) + advanced >= drafting.window
-        )
-        drafting.measuring = drafting.resting and chain.started and window > 0
+        # Whether, as far as is known here, the draft has had nothing to go on with until now.
+        broken = chain.dead_revision >= chain.revision
+        at_window = length + len(chain.token_ids) >= known + drafting.window
+        if window > 0 and chain.started and drafting.asked_at is None and (broken or at_window):
+            drafting.asked_at = now
+            drafting.asked_revision = chain.revision
+            drafting.asked_limit = known + drafting.window
         drafting.reported_length = length
         drafting.num_accepted = 0
         drafting.window = window
-        drafting.told_at = now
 

@@ -238,7 +238,8 @@ class EmulatedLaw:
         else:
             rank = np.broadcast_to(rank, (len(positions), model.support))
         ids = (first[:, None] + rank * step[:, None]) % np.uint64(model.vocab_size)
-        jitter = _unit(_hash(key[:, None] + np.arange(3, 3 + model.support, dtype=np.uint64)))
+        salts: UInt64Array = np.arange(3, 3 + model.support, dtype=np.uint64)
+        jitter = _unit(_hash(np.add(key[:, None], salts, dtype=np.uint64)))
         # Each rank has a band of its own, so that no two logits of a row are equal.
         levels = -_LOGIT_STEP * (np.arange(model.support) + 0.9 * jitter)
         logits = torch.full((len(positions), model.vocab_size), FLOOR, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 
@@ -37,18 +38,33 @@ class AcceptanceEstimate:
     a + 1 trials (what came after the first rejection says nothing), one accepted whole is k.
     """
 
-    __slots__ = ("_accepted", "_decay", "_trials", "rate")
+    __slots__ = ("_accepted", "_decay", "_trials", "optimistic", "rate")
 
     def __init__(self, prior: float = 0.7, prior_trials: float = 4.0, decay: float = 0.96) -> None:
         self._accepted = prior * prior_trials
         self._trials = prior_trials
         self._decay = decay
-        self.rate = min(max(prior, MIN_ACCEPTANCE), MAX_ACCEPTANCE)
+        self.rate = prior
+        self.optimistic = prior
+        """The rate and one standard error. To decide by it tries what little is known of: a few early
+        rejections do not end speculation for good."""
+        self._update()
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
         self._accepted = self._decay * self._accepted + num_accepted
         self._trials = self._decay * self._trials + num_accepted + (num_accepted < num_drafted)
+        self._update()
+
+    def fade(self, factor: float = 0.98) -> None:
+        """Trust the past less, without a new trial: the rate stays, the standard error grows."""
+        self._accepted *= factor
+        self._trials *= factor
+        self._update()
+
+    def _update(self) -> None:
         self.rate = min(max(self._accepted / self._trials, MIN_ACCEPTANCE), MAX_ACCEPTANCE)
+        error = math.sqrt(self.rate * (1.0 - self.rate) / self._trials)
+        self.optimistic = min(self.rate + error, MAX_ACCEPTANCE)
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -64,7 +80,7 @@ class StepCostModel:
 
     Medians per token bucket, linear in between. A step of fewer tokens cannot cost more than one of more,
     so a bucket whose median is above a larger one's (a slow first step, never measured again) is read as
-    the larger one's. Past the largest size measured the last slope goes on; with a single size measured
+    the larger one's. Outside the sizes measured the nearest slope goes on; with a single size measured
     more tokens are assumed to be free, which makes the engine try and learn better.
     """
 
@@ -111,10 +127,10 @@ class StepCostModel:
         if not sizes:
             return 0.0
         upper = bisect_left(sizes, num_tokens)
-        if upper == 0 or len(sizes) == 1:
+        if len(sizes) == 1:
             return seconds[0]
-        if upper == len(sizes):
-            upper -= 1
+        upper = min(max(upper, 1), len(sizes) - 1)
         low, high = sizes[upper - 1], sizes[upper]
         slope = (seconds[upper] - seconds[upper - 1]) / (high - low)
-        return seconds[upper - 1] + slope * (num_tokens - low)
+        # Fewer tokens than were ever measured cost at least their share.
+        return max(seconds[upper - 1] + slope * (num_tokens - low), seconds[0] * min(num_tokens / sizes[0], 1.0))

@@ -58,7 +58,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM for inference, in evaluation mode, its attention over the paged cache.
 
-    Tied embeddings stay one tensor.
+    Tied embeddings stay one tensor, unless ``pack_weights`` makes the output layer a packed copy.
 
     Args:
         folder_or_hub_id: a local folder with ``config.json`` and safetensors, or an id of the model hub.

@@ -94,6 +94,11 @@ class TransformersRunner:
     def num_blocks(self) -> int:
         return self._cache.num_blocks
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes that the KV cache takes."""
+        return self._cache.num_bytes
+
     @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         """Compute the slices, write their KV, return logits (see ``ModelRunner.forward``).
@@ -201,7 +206,7 @@ class TransformersRunner:
                 raise ValueError(f"batch[{index}]: num_logits = {piece.num_logits} is not in 0 … {count}")
             if len(piece.block_table) * block_size < end:
                 raise ValueError(
-                    f"batch[{index}]: {len(piece.block_table)} blocks of {block_size} cannot hold {end} tokens"
+                    f"batch[{index}]: {len(piece.block_table)} blocks of {block_size} hold no {end} tokens"
                 )
 
     def _check_blocks(self, layout: StepLayout) -> None:

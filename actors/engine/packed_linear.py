@@ -2,7 +2,9 @@
 
 A decode step on a CPU is bound by reading the weights. The plain row-major layout of a bfloat16 weight is
 read at about 28 GB/s where a blocked one is read at 38 GB/s (two cores, 1 to 16 rows); the products are the
-same to the bit. The plain copy is dropped, so memory stays as it was.
+same to the bit. The plain copy is dropped, so memory stays as it was, but for an output layer tied to the
+embedding: the embedding is looked up by row and must stay plain, so the output layer becomes a packed copy of
+it (a fifth of a small model's bytes, and a quarter of its step when it is read unpacked).
 """
 
 from __future__ import annotations
@@ -50,21 +52,13 @@ def can_pack_linears(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace every plain bfloat16 ``nn.Linear`` of ``model`` in place; returns how many.
-
-    A weight that another module shares (an output layer tied to the embedding) stays as it is: packing it
-    would make a second copy.
-    """
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    """Replace every plain bfloat16 ``nn.Linear`` of ``model`` in place; returns how many."""
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear or child.weight.dtype is not torch.bfloat16:
                 continue
-            if uses[id(child.weight)] > 1 or child._forward_hooks or child._forward_pre_hooks:
+            if child._forward_hooks or child._forward_pre_hooks:
                 continue
             setattr(parent, name, PackedLinear(child))
             replaced += 1

@@ -282,10 +282,6 @@ def _run(race: _Race, logits: Logits) -> None:
         hits = np.flatnonzero(2**32 - highest_bits <= bound)
         ids = blocks[hits, None] * IDS_PER_CALL + np.arange(IDS_PER_CALL)
         bits = np.stack([word[hits] for word in words], axis=1)
-        real = (ids < vocab_size).reshape(-1)
-        race.enter(
-            np.repeat(rows[hits], IDS_PER_CALL)[real],
-            ids.reshape(-1)[real],
-            values[hits].reshape(-1)[real],
-            bits.reshape(-1)[real],
-        )
+        # Ids of the padding come along; with a log weight of −inf they cannot win.
+        owners = np.repeat(rows[hits], IDS_PER_CALL)
+        race.enter(owners, ids.reshape(-1), values[hits].reshape(-1), bits.reshape(-1))

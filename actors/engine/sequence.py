@@ -32,15 +32,15 @@ class Drafting:
     acceptance: AcceptanceEstimate
     num_accepted: int = 0
     """Tokens of this draft's chain accepted since the last verdict."""
-    told_at: float = 0.0
-    """When the last Open or Verdict was made."""
     news_at: float = 0.0
     """When its last candidates were taken in."""
-    resting: bool = True
-    """When last told, the draft had nothing left to do for this sequence (chain at the window or broken):
-    its next candidates take a round trip."""
-    measuring: bool = False
-    """The next candidates tell the response latency: no step has been made since the draft was told."""
+    asked_at: float | None = None
+    """Since when an answer is due: the draft was told something when it had nothing left to do for this
+    sequence (its chain was broken, or at the window), so that its next candidates take a round trip."""
+    asked_revision: int = 0
+    asked_limit: int = 0
+    """What makes candidates the answer: a revision above the one, or a position at or past the other.
+    Anything else was under way before."""
     silent: bool = False
     """It let a deadline pass: not waited for until its next candidates."""
 

@@ -27,8 +27,6 @@ LATENESS = 2.5
 MIN_DEADLINE_SECONDS = 0.001
 MAX_WAIT_SECONDS = 0.5
 """Nothing is worth a longer pause, however slow the draft says it is."""
-RETRY_ROUNDS, RETRY_LENGTH = 64, 2
-"""Where drafting does not pay it is tried again, in 2 rounds of every 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +121,11 @@ class Speculator:
             chain = drafting.chain
             num_ready = len(chain.token_ids)
             limit = min(sequence.tail_target, sequence.tail_limit, drafting.window)
-            if num_ready >= limit or not chain.started or drafting.silent:
+            if limit == 0 or not chain.started or drafting.silent:
                 return 0.0
+            if num_ready >= limit:
+                awaited.append(Awaited(limit, limit, drafting.acceptance.optimistic, math.inf, 1.0))
+                continue
             first, deadline = _expected_and_deadline(drafting, draft, now)
             if now >= deadline:
                 drafting.silent = True
@@ -134,7 +135,7 @@ class Speculator:
                 return 0.0
             patience = min(patience, deadline - now)
             awaited.append(
-                Awaited(num_ready, limit, drafting.acceptance.rate, first, draft.seconds_per_token)
+                Awaited(num_ready, limit, drafting.acceptance.optimistic, first, draft.seconds_per_token)
             )
         if not awaited or patience <= 0.0:
             return 0.0
@@ -150,18 +151,6 @@ class Speculator:
         self.step_cost.record(num_tokens, seconds)
         self.probe.record(num_tokens, draft_running, seconds)
         self._best_tails.clear()
-
-    def record_round(
-        self, sequence: TargetSequence, proposal: Proposal | None, num_drafted: int, num_accepted: int
-    ) -> None:
-        """``num_drafted`` tokens of ``proposal`` were verified for ``sequence``."""
-        if proposal is None or num_drafted == 0:
-            return
-        if not proposal.from_draft:
-            sequence.proposer.record(num_drafted, num_accepted)
-        elif sequence.drafting is not None:
-            sequence.drafting.acceptance.record(num_drafted, num_accepted)
-            self._book.drafts[sequence.drafting.peer].acceptance.record(num_drafted, num_accepted)
 
     def update_windows(self, running: Sequence[TargetSequence], now: float) -> None:
         """Tell each sequence's draft what was committed and how far to go from here."""
@@ -189,7 +178,7 @@ class Speculator:
         best: Proposal | None = None
         drafting = sequence.drafting
         if drafting is not None and drafting.chain.token_ids:
-            best = Proposal(drafting.chain.token_ids[:limit], True, drafting.acceptance.rate)
+            best = Proposal(drafting.chain.token_ids[:limit], True, drafting.acceptance.optimistic)
         lookup = sequence.proposer.propose(sequence.token_ids, limit)
         if lookup:
             acceptance = sequence.proposer.acceptance.rate
@@ -206,7 +195,7 @@ class Speculator:
         if not self.step_cost.known or draft.step_seconds.value is None:
             return min(limit, INITIAL_TAIL)
         assert sequence.drafting is not None
-        acceptance = math.ceil(sequence.drafting.acceptance.rate * 64)
+        acceptance = math.ceil(sequence.drafting.acceptance.optimistic * 64)
         key = (draft.peer, acceptance, limit)
         best = self._best_tails.get(key)
         if best is None:
@@ -218,21 +207,22 @@ class Speculator:
                 limit,
                 lock_step=self.probe.hardware is not Hardware.SEPARATE,
             )
-        if best == 0 and sequence.num_rounds % RETRY_ROUNDS < RETRY_LENGTH:
-            return 1
+        if best == 0:
+            # At rest nothing is learnt; doubt grows until it is worth another try.
+            sequence.drafting.acceptance.fade()
         return best
 
 
 def _expected_and_deadline(drafting: Drafting, draft: Draft, now: float) -> tuple[float, float]:
     """Seconds until the next candidate is expected, and the moment after which it is late.
 
-    A draft that was at rest when it was told the last verdict answers after its response latency; one that
-    was at work goes on at its own pace. One that is overdue is expected to take as long again.
+    A draft that had nothing to do until it was told answers after its response latency; one that is at work
+    goes on at its own pace. One that is overdue is expected to take as long again.
     """
     pace, latency = draft.seconds_per_token, draft.latency
-    due = drafting.told_at + latency if drafting.resting else drafting.news_at + pace
-    deadline = max(
-        drafting.news_at + max(LATENESS * pace, MIN_DEADLINE_SECONDS),
-        drafting.told_at + max(LATENESS * latency, MIN_DEADLINE_SECONDS),
-    )
+    due = drafting.news_at + pace
+    deadline = drafting.news_at + max(LATENESS * pace, MIN_DEADLINE_SECONDS)
+    if drafting.asked_at is not None:
+        due = drafting.asked_at + latency
+        deadline = max(deadline, drafting.asked_at + max(LATENESS * latency, MIN_DEADLINE_SECONDS))
     return abs(due - now), deadline

@@ -128,7 +128,7 @@ class TargetEngine:
     def step(self) -> None:
         """One pass over everything that is running: plan, forward, verify, update."""
         started = self._clock()
-        self._admit(started)
+        self._admit()
         proposals = self._speculator.propose(self._scheduler.running, started - self._round_started)
         plan = self._scheduler.schedule(
             {sequence: proposal.token_ids for sequence, proposal in proposals.items()}
@@ -153,9 +153,9 @@ class TargetEngine:
 
     # ------------------------------------------------------------------ the step's parts
 
-    def _admit(self, now: float) -> None:
+    def _admit(self) -> None:
         self._scheduler.admit()
-        self._book.place(self._scheduler.running, self._speculator.initial_window, now)
+        self._book.place(self._scheduler.running, self._speculator.initial_window)
 
     def _verify(self, plan: Plan, logits: torch.Tensor) -> list[Verification | None]:
         """What each scheduled sequence commits.
@@ -240,7 +240,7 @@ class TargetEngine:
             if not proposal.from_draft:
                 self._num_lookup += num_drafted
                 self._num_accepted_lookup += num_accepted
-            self._speculator.record_round(sequence, proposal, num_drafted, verification.num_accepted)
+                sequence.proposer.record(num_drafted, verification.num_accepted)
         self._output(sequence.gateway).committed.append(
             Committed(
                 sequence_id=sequence.sequence_id,
@@ -265,7 +265,7 @@ class TargetEngine:
         self._speculator.record_step(plan.num_tokens, self._step_seconds, draft_running)
         self._speculator.update_windows(self._scheduler.running, now)
         # What finished made room: drafts hear of newcomers now, not after another step.
-        self._admit(now)
+        self._admit()
         self._round_started = now
 
     def _fail(self, plan: Plan, error: Exception) -> None:
@@ -318,13 +318,12 @@ class TargetEngine:
             max_tail=tail_limit if bound is None else min(bound, tail_limit),
             proposer=NgramProposer(self._config.ngram),
         )
-        now = self._clock()
         if not self._scheduler.running:
-            self._round_started = now
+            self._round_started = self._clock()
         self._sequences[sequence.sequence_id] = sequence
         self._num_prompt += len(sequence.token_ids)
         self._scheduler.add(sequence)
-        self._admit(now)
+        self._admit()
 
     def cancel(self, peer: str, event: Cancel) -> None:
         sequence = self._sequences.get(event.sequence_id)
@@ -349,22 +348,29 @@ class TargetEngine:
         """A draft attached: it is given the sequences without a draft, then its share of the others."""
         self.draft_left(peer)
         self._book.join(peer, hello)
-        now = self._clock()
         window = self._speculator.initial_window
-        self._book.place(self._scheduler.running, window, now)
-        self._book.rebalance(peer, window, now)
+        self._book.place(self._scheduler.running, window)
+        self._book.rebalance(peer, window)
 
     def draft_left(self, peer: str) -> None:
         """A draft is gone: its sequences are given to others at once, or go on without."""
         self._book.leave(peer)
         self._book.forget_draft(peer, self._sequences.values())
-        self._book.place(self._scheduler.running, self._speculator.initial_window, self._clock())
+        self._book.place(self._scheduler.running, self._speculator.initial_window)
 
-    def candidates(self, peer: str, messages: Sequence[Candidates], step_seconds: float) -> None:
+    def candidates(
+        self,
+        peer: str,
+        messages: Sequence[Candidates],
+        step_seconds: float,
+        received_at: float | None = None,
+    ) -> None:
         """One message of a draft.
 
         Args:
             step_seconds: how long the draft's step took that made them; 0.0 where unknown.
+            received_at: when they reached this machine, by the engine's clock; None = now. A message that
+                came in while a step was computing would else seem to be late by that step.
         """
         draft = self._book.drafts.get(peer)
         if draft is None:
@@ -372,7 +378,7 @@ class TargetEngine:
             return
         if step_seconds > 0.0:
             draft.step_seconds.add(step_seconds)
-        now = self._clock()
+        now = self._clock() if received_at is None else received_at
         for message in messages:
             self._book.receive(peer, self._sequences.get(message.sequence_id), message, now)
 
@@ -387,7 +393,7 @@ class TargetEngine:
             return
         self._book.close(sequence, bar=True, tell=False)
         if sequence.status is SequenceStatus.RUNNING:
-            self._book.place([sequence], self._speculator.initial_window, self._clock())
+            self._book.place([sequence], self._speculator.initial_window)
 
     # ------------------------------------------------------------------ state
 

@@ -7,7 +7,15 @@ import time
 from collections.abc import Callable
 
 import pytest
+
 from paceline.actors.engine_loop import MAX_BACKLOG, EngineFailedError, EngineLoop
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns once the condition holds; the test's own time limit bounds the wait."""
+    async with asyncio.timeout(10.0):
+        while not condition():
+            await asyncio.sleep(0.001)  # noqa: ASYNC110
 
 
 class Counter:
@@ -51,7 +59,7 @@ def _loop(
     return EngineLoop(
         engine,
         wait_seconds=engine.wait_seconds,
-        step=engine.step,
+        step=lambda: engine.step(),
         take_output=engine.take,
         publish=published.extend,
         on_failed=on_failed,
@@ -59,13 +67,17 @@ def _loop(
     )
 
 
+async def _call_for_ever(loop: EngineLoop[Counter, list[int]]) -> None:
+    while True:
+        await loop.call(lambda counter: None)
+
+
 async def test_steps_until_done_and_publishes_in_order() -> None:
     engine, published = Counter(), []
     loop = _loop(engine, published)
     loop.start()
     loop.post(lambda counter: counter.add(100))
-    while len(published) < 100:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(published) == 100)
     assert published == list(range(99, -1, -1))
     assert engine.threads == {"counter"}
     await loop.stop()
@@ -93,8 +105,7 @@ async def test_a_timed_wait_ends_by_itself_or_by_an_event() -> None:
         counter.due = started + 0.05
 
     loop.post(set_due)
-    while not published:
-        await asyncio.sleep(0.001)
+    await until(lambda: published)
     assert time.monotonic() - started >= 0.05
     await loop.call(lambda counter: setattr(counter, "due", time.monotonic() + 3600.0))
     assert await loop.call(lambda counter: counter.left) == 0
@@ -128,10 +139,8 @@ async def test_a_failure_is_told_and_never_hangs_a_caller(place: str) -> None:
         engine.step = fail  # type: ignore[method-assign]
         loop.post(lambda counter: counter.add(1))
     with pytest.raises(EngineFailedError, match="ValueError: broken weights"):
-        while True:
-            await asyncio.wait_for(loop.call(lambda counter: None), 5.0)
-    while not failures:
-        await asyncio.sleep(0.001)
+        await asyncio.wait_for(_call_for_ever(loop), 5.0)
+    await until(lambda: failures)
     with pytest.raises(EngineFailedError, match="broken weights"):
         loop.check(60.0)
     loop.post(lambda counter: counter.add(1))
@@ -147,8 +156,7 @@ async def test_a_step_that_hangs_is_noticed() -> None:
     loop.start()
     loop.check(0.05)
     loop.post(lambda counter: counter.add(1))
-    while loop.step_seconds <= 0.05:
-        await asyncio.sleep(0.005)
+    await until(lambda: loop.step_seconds > 0.05)
     with pytest.raises(EngineFailedError, match="one step"):
         loop.check(0.05)
     release.set()

@@ -4,6 +4,7 @@ import asyncio
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.actors import wire
 from paceline.actors.engine.messages import (
     Candidates,
@@ -37,7 +38,9 @@ def test_commits_are_joined_and_the_latest_load_wins() -> None:
     pending.add([], [finished])
     message = pending.take()
     assert message is not None
-    assert [wire.committed_from_proto(item) for item in message.committed] == [_committed(10, 0, 0, 1, 1, 2, 2)]
+    assert [wire.committed_from_proto(item) for item in message.committed] == [
+        _committed(10, 0, 0, 1, 1, 2, 2)
+    ]
     assert [wire.finished_from_proto(item) for item in message.finished] == [finished]
     assert wire.load_from_proto(message.load) == loads[2]
     assert pending.take() is None

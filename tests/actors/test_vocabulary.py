@@ -1,4 +1,5 @@
 import pytest
+
 from paceline.actors.engine.errors import IncompatibleDraftError
 from paceline.actors.vocabulary import check_compatible, emulated_vocabulary_hash, vocabulary_hash
 

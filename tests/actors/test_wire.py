@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.actors import wire
 from paceline.actors.engine import messages as m
 from paceline.actors.engine.errors import InvalidArgumentError

@@ -357,18 +357,20 @@ def test_comparison_table_tells_a_difference() -> None:
 
 
 def test_status_view_before_any_request() -> None:
-    target = {
-        "id": "t", "pid": 1, "num_running": 0, "num_waiting": 0, "free_blocks": 8, "total_blocks": 8,
-        "drafts": [], "num_committed_tokens_total": 0, "num_draft_tokens_total": 0,
-        "num_accepted_tokens_total": 0, "num_rounds_total": 0, "step_seconds": 0.0,
+    engine = {
+        "num_running": 0, "num_waiting": 0, "free_blocks": 8, "total_blocks": 8,
+        "num_committed_tokens_total": 0, "num_draft_tokens_total": 0, "num_accepted_tokens_total": 0,
+        "num_rounds_total": 0, "step_seconds": 0.0,
     }  # fmt: skip
+    target = {"id": "t", "pid": 1, "drafts": [], "error": "", "engine": engine}
+    broken = {"id": "u", "pid": 2, "drafts": [], "error": "out of memory"}
     pools = {
         "target": {
             "running": 1,
             "other": {"STARTING": 1},
             "num_silent": 1,
             "message": "",
-            "replicas": [target],
+            "replicas": [target, broken],
         }
     }
     console = Console(width=200, file=sys.stdout)
@@ -378,6 +380,7 @@ def test_status_view_before_any_request() -> None:
     assert "service running" in text
     assert "1 starting" in text
     assert "nan" not in text.lower()
+    assert "out of memory" in text
 
 
 def test_numbers_in_words() -> None:

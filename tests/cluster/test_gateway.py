@@ -121,7 +121,7 @@ async def test_messages_of_an_older_epoch_of_the_same_target_are_dropped(targets
         link.finish(submit, FinishReason.CANCELLED)  # not asked for: the target gives it back
         resumed = link.submits[-1]
         assert resumed.epoch == 1
-        link.commit(submit, 3, base=4)
+        link.say(submit, 4, (99, 99, 99))
         link.finish(submit)
         assert not stream.ended
         link.commit(resumed, 3)
@@ -366,6 +366,49 @@ async def test_a_draining_target_gets_nothing_new_and_hands_over(targets: Script
         new.commit(resumed, 3)
         new.finish(resumed)
         assert await collect(stream) == completion(request, 4)
+
+
+async def test_draining_targets_may_hand_over_any_number_of_times(targets: ScriptedTargets) -> None:
+    request = checked(max_tokens=4)
+    await targets.attach("a", "b", "c")
+    with targets.gateway.open(request) as stream:
+        for epoch in range(3):
+            (link,) = (
+                link for link in targets.links.values() if link.submits and link.submits[-1].epoch == epoch
+            )
+            link.commit(link.submits[-1], 1)
+            if epoch < 2:
+                link.report(1, draining=True)
+                link.finish(link.submits[-1], FinishReason.ERROR, error="the target is shutting down")
+        link.commit(link.submits[-1], 1, base=6)
+        link.finish(link.submits[-1])
+        assert await collect(stream) == completion(request, 4)
+
+
+async def test_a_report_takes_the_place_of_the_gateways_own_count(targets: ScriptedTargets) -> None:
+    await targets.attach("a", "b")
+    a, b = targets.links["a"], targets.links["b"]
+    b.report(9)
+    streams = [targets.gateway.open(checked()) for _ in range(3)]
+    assert len(a.submits) == 3
+    a.report(3)
+    b.report(4)
+    streams.append(targets.gateway.open(checked()))
+    assert len(a.submits) == 4
+    for stream in streams:
+        stream.close()
+
+
+async def test_an_address_that_changes_while_it_is_dialled(targets: ScriptedTargets) -> None:
+    targets.held.add("a")
+    await targets.attach("a")
+    targets.gateway.update_targets({"a": "elsewhere:1"})
+    targets.links["a"].open_gate.set()
+    await settle()
+    assert targets.links["a"].closed
+    with targets.gateway.open(checked()):
+        assert len(targets.links["elsewhere"].submits) == 1
+        assert targets.links["a"].submits == []
 
 
 async def test_an_unlisted_target_finishes_what_it_has_and_is_left(targets: ScriptedTargets) -> None:

@@ -148,10 +148,17 @@ async def test_a_stop_string_cancels_the_target_and_keeps_its_statistics() -> No
 
 
 async def test_a_stop_string_in_the_last_tokens_is_a_stop() -> None:
-    response, _ = await both("abX", 3, request(max_tokens=3, stop=("X",)))
+    response, chunks = await both("abX", 3, request(max_tokens=3, stop=("X",)))
+    assert len(chunks) == 1
     assert response.choices[0].finish_reason == proto.FINISH_REASON_STOP
     assert response.choices[0].text == "ab"
     assert response.speculation.rounds == 1
+
+
+async def test_a_stop_string_that_only_the_cut_end_completes() -> None:
+    response, _ = await both("ab한", 3, request(max_tokens=3, stop=("b\ufffd",)))
+    assert response.choices[0].text == "a"
+    assert response.choices[0].finish_reason == proto.FINISH_REASON_STOP
 
 
 async def test_a_stop_token_ends_inside_a_round() -> None:

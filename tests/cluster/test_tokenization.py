@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from paceline.actors.engine.errors import InvalidArgumentError, ModelError
 from paceline.cluster.detokenization import IncrementalDetokenizer
@@ -32,14 +32,14 @@ def stream(detokenizer: IncrementalDetokenizer, chunks: list[list[int]]) -> list
     return [*(detokenizer.push(chunk) for chunk in chunks), detokenizer.flush()]
 
 
-def real_codec(name: str) -> TransformersCodec:
-    weights = pytest.importorskip("paceline.actors.weights")
-    return TransformersCodec.load(str(weights.resolve(name)))
-
-
 @pytest.fixture(scope="module", params=REAL_TOKENIZERS)
-def codec(request: pytest.FixtureRequest) -> TransformersCodec:
-    return real_codec(request.param)
+def real_folder(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> str:
+    return str(model_folder(request.param))
+
+
+@pytest.fixture(scope="module")
+def codec(real_folder: str) -> TransformersCodec:
+    return TransformersCodec.load(real_folder)
 
 
 def tiny_tokenizer(folder: Path, *, chat_template: str | None = None, **config: Any) -> str:
@@ -165,14 +165,8 @@ def test_real_stream_of_any_ids_equals_decode(
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("name", REAL_TOKENIZERS)
-def test_decode_equals_the_tokenizers_own(name: str) -> None:
-    from transformers import AutoTokenizer
-
-    from paceline.actors import weights
-
-    tokenizer = AutoTokenizer.from_pretrained(str(weights.resolve(name)))
-    codec = real_codec(name)
+def test_decode_equals_the_tokenizers_own(codec: TransformersCodec, real_folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(real_folder)
     token_ids = tokenizer("héllo 🎉 日本語 한국어 <|im_end|> x ,.")["input_ids"]
     for end in range(len(token_ids) + 1):
         assert codec.decode(token_ids[:end]) == tokenizer.decode(token_ids[:end], skip_special_tokens=True)
@@ -238,7 +232,6 @@ def test_special_tokens_have_no_text_but_can_be_shown(tmp_path: Path) -> None:
 
 
 def test_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="cannot read a tokenizer from"):
         TransformersCodec.load(str(tmp_path / "nothing"))
 

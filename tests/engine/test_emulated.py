@@ -126,7 +126,7 @@ def test_forward_returns_the_wanted_rows_in_order() -> None:
     ],
 )
 def test_forward_refuses_broken_slices(piece: SequenceSlice) -> None:
-    with pytest.raises(ValueError, match="batch\\[0\\]|token id"):
+    with pytest.raises(ValueError, match=r"batch\[0\]|token id"):
         _runner().forward([piece])
 
 

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from paceline.actors.engine.errors import NonFiniteLogitsError
-from paceline.actors.engine.noise import gumbel, seed_bits
+from paceline.actors.engine.noise import gumbel, gumbel_of_bits, seed_bits, words_of_blocks
 from paceline.actors.engine.parameters import SamplingParams
 from paceline.actors.engine.sampling import process_logits, sample
 
@@ -184,6 +184,24 @@ class TestPruning:
             params = [SamplingParams(seed=4), SamplingParams(seed=4, temperature=3.0)]
             positions = [position, position]
             assert sample(logits, params, positions) == sample_unpruned(logits, params, positions)
+
+    def test_the_luckiest_of_many_tokens_wins_exactly_when_it_should(self) -> None:
+        """The highest noise of 16 million draws, about 16 nats: its token wins from as far behind."""
+        vocab_size, seed, positions = 2**18, 12, np.arange(64)
+        words = words_of_blocks(np.array([seed]), positions[:, None], np.arange(vocab_size // 4))
+        bits = np.stack(words, axis=-1).reshape(64, vocab_size)
+        position, token = divmod(int(bits.argmax()), vocab_size)
+        noise = gumbel_of_bits(bits[position])
+        first = (token + 1) % vocab_size
+        lead = float(noise[token] - noise[first])
+        assert lead > 14
+        logits = torch.full((1, vocab_size), -math.inf)
+        logits[0, first] = 0.0
+        for behind, expected in ((lead - 1e-4, token), (lead + 1e-4, first)):
+            logits[0, token] = -behind
+            assert sample(logits, [SamplingParams(seed=seed)], [position]) == [expected]
+            wanted = SamplingParams(seed=seed, temperature=2.0)
+            assert sample(logits * 2, [wanted], [position]) == [expected]
 
     def test_an_unlikely_token_can_still_win(self) -> None:
         """Twelve nats behind: one draw in 160,000 per token, so 20,000 such tokens win about one in nine."""

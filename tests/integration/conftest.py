@@ -54,9 +54,9 @@ def runtime(grpc_port: int) -> Iterator[Runtime]:
     folder = Path(tempfile.mkdtemp(prefix="pl-test-", dir="/tmp"))
     before = dict(os.environ)
     os.environ.update(quiet_environment())
-    if haproxy_available():
-        (folder / "haproxy").mkdir()
-        os.environ.update(haproxy_environment(folder / "haproxy"))
+    if haproxy_available(folder / "ha"):
+        (folder / "ha").mkdir()
+        os.environ.update(haproxy_environment(folder / "ha"))
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(

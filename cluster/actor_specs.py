@@ -1,0 +1,69 @@
+"""What the configuration means for one actor: pure translation, no effects."""
+
+from __future__ import annotations
+
+from paceline.actors.draft import DraftSpec
+from paceline.actors.engine.config import DraftEngineConfig, Hardware, NgramConfig, TargetEngineConfig
+from paceline.actors.engine.errors import InvalidArgumentError
+from paceline.actors.model_spec import ModelSpec
+from paceline.actors.target import TargetSpec
+from paceline.cluster.config import ModelPool, PacelineConfig
+
+BYTES_PER_GB = 10**9
+
+
+def target_spec(config: PacelineConfig, target_id: str) -> TargetSpec:
+    """One target replica."""
+    pool, speculation = config.target, config.speculation
+    engine = TargetEngineConfig(
+        max_num_seqs=pool.max_num_seqs,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_waiting=pool.max_num_waiting,
+        max_model_len=pool.max_model_len,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        max_num_speculative_tokens=speculation.max_num_speculative_tokens,
+        ngram=NgramConfig(**speculation.ngram.model_dump()),
+        hardware=Hardware(speculation.hardware),
+        wait_for_drafts=speculation.wait_for_drafts,
+    )
+    return TargetSpec(
+        target_id=target_id,
+        model=model_spec(pool, config.model, config.dtype, trust_remote_code=config.trust_remote_code),
+        served_model_name=config.model_name,
+        engine=engine,
+    )
+
+
+def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
+    """One draft replica.
+
+    Raises:
+        InvalidArgumentError: the configuration has no draft pool.
+    """
+    pool = config.draft
+    if pool is None:
+        raise InvalidArgumentError("draft", "the configuration has no draft pool")
+    return DraftSpec(
+        draft_id=draft_id,
+        model=model_spec(pool, pool.model, config.draft_dtype, trust_remote_code=config.trust_remote_code),
+        engine=DraftEngineConfig(
+            max_num_seqs=pool.max_num_seqs,
+            max_num_batched_tokens=pool.max_num_batched_tokens,
+            max_model_len=pool.max_model_len,
+        ),
+    )
+
+
+def model_spec(pool: ModelPool, source: str, dtype: str, *, trust_remote_code: bool) -> ModelSpec:
+    """A pool's model. ``auto`` stands for bfloat16, as the configuration promises."""
+    return ModelSpec(
+        source=source,
+        dtype="bfloat16" if dtype == "auto" else dtype,
+        device=pool.device,
+        num_threads=pool.num_threads,
+        block_size=pool.block_size,
+        num_blocks=pool.kv_cache.num_blocks,
+        kv_cache_bytes=round(pool.kv_cache.memory_gb * BYTES_PER_GB),
+        max_model_len=pool.max_model_len,
+        trust_remote_code=trust_remote_code,
+    )
