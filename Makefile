@@ -20,6 +20,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
 SOURCES := actors cluster
+BENCHMARKS := overhead single_stream
 PROTOS := $(wildcard protos/*.proto)
 TYPING := build/typing
 GENERATED := build/protos
@@ -61,7 +62,7 @@ protos: $(INSTALLED) ## regenerate the code of protos/*.proto
 	@cp $(GENERATED)/paceline/protos/*_pb2*.py* protos/
 
 bench: $(INSTALLED) ## run the benchmarks behind the README's numbers
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 docs: $(INSTALLED) ## regenerate docs/configuration.md
 	@$(BIN)/python -m paceline.cluster.config_reference > docs/configuration.md.new

@@ -41,6 +41,8 @@ def _common_options(settings: ChannelSettings) -> ChannelOptions:
     return [
         ("grpc.keepalive_time_ms", max(1, round(settings.keepalive_seconds * 1000))),
         ("grpc.keepalive_timeout_ms", max(1, round(settings.keepalive_timeout_seconds * 1000))),
+        # Core bounds every ping by its own timeout as well (60 s by default), whichever ends first counts.
+        ("grpc.http2.ping_timeout_ms", max(1, round(settings.keepalive_timeout_seconds * 1000))),
         ("grpc.keepalive_permit_without_calls", 1),
         # By default a peer stops pinging after two pings without data, and never notices the loss.
         ("grpc.http2.max_pings_without_data", 0),

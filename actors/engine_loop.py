@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from paceline.actors.engine.errors import PacelineError
 
@@ -138,9 +138,10 @@ class EngineLoop(Generic[EngineT, OutputT]):
             events.call_soon_threadsafe(settle, result, error)
 
         self.post(run)
-        over = asyncio.ensure_future(ended.wait())
+        over = asyncio.create_task(ended.wait())
+        waited: set[asyncio.Future[Any]] = {answer, over}
         try:
-            await asyncio.wait({answer, over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         finally:
             over.cancel()
         if not answer.done():
@@ -196,13 +197,18 @@ class EngineLoop(Generic[EngineT, OutputT]):
                 return
             wait = self._wait_seconds()
             if wait is not None and wait <= 0.0:
+                # What the events brought about (refusals, sequences for drafts) must not wait for the step.
+                self._hand_over_output()
                 self._step_started = time.monotonic()
                 self._step()
                 self._step_started = None
                 wait = 0.0
-            output = self._take_output()
-            if output is not None:
-                self._hand_over(self._publish, output)
+            self._hand_over_output()
+
+    def _hand_over_output(self) -> None:
+        output = self._take_output()
+        if output is not None:
+            self._hand_over(self._publish, output)
 
     def _run_events(self, wait: float | None) -> None:
         """Sleep up to ``wait`` for a first event (None = for ever), then run all that are there."""

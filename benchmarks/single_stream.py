@@ -214,7 +214,6 @@ def main(
     check_models(config)
     runs: list[Run] = []
     with serving(config) as service, connect(service.grpc_address) as stub:
-        reference = Transformers(model, draft, dtype, max_tokens) if baselines else None
 
         def token_ids(prompt: BenchPrompt) -> list[int]:
             request = proto.TokenizeRequest()
@@ -225,12 +224,13 @@ def main(
             "plain": lambda prompt: run_paceline(stub, prompt, max_tokens, drafted=False),
             "drafted": lambda prompt: run_paceline(stub, prompt, max_tokens, drafted=True),
         }
-        if reference is not None:
+        if baselines:
+            reference = Transformers(model, draft, dtype, max_tokens)
             contenders["generate"] = lambda prompt: reference.run(prompt, token_ids(prompt), assisted=False)
             contenders["assisted"] = lambda prompt: reference.run(prompt, token_ids(prompt), assisted=True)
         warm = BenchPrompt(0, "", "Write a short poem about rivers.")
-        for contender in contenders.values():
-            contender(warm)
+        for run_warm in contenders.values():
+            run_warm(warm)
         gc.collect()
         order = list(contenders)
         with Progress() as progress:
@@ -241,13 +241,7 @@ def main(
                     runs.append(contenders[contender](prompt))
                     progress.advance(task)
         counters = pool_counters()
-    report(runs, counters, name, vars_of(model, draft, dtype, ngram, gamma, max_tokens))
-
-
-def vars_of(
-    model: str, draft: str, dtype: str, ngram: bool, gamma: int | None, max_tokens: int
-) -> dict[str, Any]:
-    return {
+    settings = {
         "model": model,
         "draft": draft,
         "dtype": dtype,
@@ -255,6 +249,7 @@ def vars_of(
         "num_speculative_tokens": gamma,
         "max_tokens": max_tokens,
     }
+    report(runs, counters, name, settings)
 
 
 def report(runs: list[Run], counters: dict[str, Any], name: str, settings: dict[str, Any]) -> None:
@@ -305,7 +300,7 @@ def report(runs: list[Run], counters: dict[str, Any], name: str, settings: dict[
         target_step = statistics.median(
             run.decode_seconds / max(run.num_tokens - run.num_first, 1) for run in plain
         )
-        draft_row = counters["target"]["drafts"][0]
+        draft_row = counters["target"]["engine"]["drafts"][0]
         alpha, draft_step = float(draft_row["acceptance"]), float(draft_row["step_seconds"])
         cost_ratio = draft_step / target_step
         gamma, best = best_speedup(alpha, cost_ratio)

@@ -153,7 +153,7 @@ def show_endpoints(console: Console, config: PacelineConfig, service: RunningSer
     console.print(f"  Ray     {service.ray_address}  ({'started here' if service.started_ray else 'joined'})")
     flag = "" if config.gateway.grpc_port == 9000 else f" --address {service.grpc_address}"
     console.print(f'  try     paceline generate "Hello" --max-tokens 32{flag}')
-    console.print("          paceline status")
+    console.print(f"          paceline status --address {service.ray_address}")
     console.print("  stop    Ctrl-C")
 
 

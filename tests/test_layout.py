@@ -154,9 +154,7 @@ def test_files_stay_small() -> None:
     assert not long, "\n".join(long)
 
 
-@pytest.mark.parametrize(
-    ("package", "absent"), [(ENGINE, ("ray", "grpc")), ("paceline.actors", ("ray",))]
-)
+@pytest.mark.parametrize(("package", "absent"), [(ENGINE, ("ray", "grpc")), ("paceline.actors", ("ray",))])
 def test_a_layer_does_not_bring_the_next_one_along(package: str, absent: tuple[str, ...]) -> None:
     names = [name for name in _modules() if _inside(name, package)]
     script = (

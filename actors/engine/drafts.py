@@ -283,7 +283,8 @@ class DraftBook:
         if drafting.asked_at is not None and (
             message.revision > drafting.asked_revision or end > drafting.asked_limit
         ):
-            self._drafts[peer].response_seconds.add(now - drafting.asked_at)
+            if now > drafting.asked_at:
+                self._drafts[peer].response_seconds.add(now - drafting.asked_at)
             drafting.asked_at = None
         drafting.silent = False
         drafting.news_at = now
@@ -342,11 +343,12 @@ class DraftBook:
         # Whether, as far as is known here, the draft has had nothing to go on with until now.
         broken = chain.dead_revision >= chain.revision
         at_window = length + len(chain.token_ids) >= known + drafting.window
-        if window > 0 and chain.started and drafting.asked_at is None and (broken or at_window):
+        if window == 0:
+            drafting.asked_at = None
+        elif chain.started and drafting.asked_at is None and (broken or at_window):
             drafting.asked_at = now
             drafting.asked_revision = chain.revision
             drafting.asked_limit = known + drafting.window
         drafting.reported_length = length
         drafting.num_accepted = 0
         drafting.window = window
-

@@ -46,7 +46,7 @@ class AcceptanceEstimate:
         self._decay = decay
         self.rate = prior
         self.optimistic = prior
-        """The rate and one standard error. To decide by it tries what little is known of: a few early
+        """The rate and half a standard error. To decide by it tries what little is known of: a few early
         rejections do not end speculation for good."""
         self._update()
 
@@ -64,7 +64,7 @@ class AcceptanceEstimate:
     def _update(self) -> None:
         self.rate = min(max(self._accepted / self._trials, MIN_ACCEPTANCE), MAX_ACCEPTANCE)
         error = math.sqrt(self.rate * (1.0 - self.rate) / self._trials)
-        self.optimistic = min(self.rate + error, MAX_ACCEPTANCE)
+        self.optimistic = min(self.rate + 0.5 * error, MAX_ACCEPTANCE)
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -133,4 +133,6 @@ class StepCostModel:
         low, high = sizes[upper - 1], sizes[upper]
         slope = (seconds[upper] - seconds[upper - 1]) / (high - low)
         # Fewer tokens than were ever measured cost at least their share.
-        return max(seconds[upper - 1] + slope * (num_tokens - low), seconds[0] * min(num_tokens / sizes[0], 1.0))
+        return max(
+            seconds[upper - 1] + slope * (num_tokens - low), seconds[0] * min(num_tokens / sizes[0], 1.0)
+        )

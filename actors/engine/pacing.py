@@ -146,7 +146,7 @@ def fit_tails(lengths: Sequence[int], budget: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """One decoding sequence whose draft is at work on the next candidates."""
+    """One decoding sequence with a lively draft."""
 
     num_ready: int
     """Tail tokens in hand."""

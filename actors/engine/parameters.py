@@ -57,7 +57,9 @@ class SamplingParams:
             raise InvalidArgumentError("sampling.top_p", f"must be a number in (0, 1], got {self.top_p}")
         _check("sampling.min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
         if not 0 <= self.seed <= MAX_SEED:
-            raise InvalidArgumentError("sampling.seed", f"must be an unsigned 64-bit integer, got {self.seed}")
+            raise InvalidArgumentError(
+                "sampling.seed", f"must be an unsigned 64-bit integer, got {self.seed}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -83,7 +85,8 @@ class StoppingParams:
             raise InvalidArgumentError("stopping.max_tokens", f"must be at least 1, got {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise InvalidArgumentError(
-                "stopping.min_tokens", f"must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}"
+                "stopping.min_tokens",
+                f"must be in [0, max_tokens = {self.max_tokens}], got {self.min_tokens}",
             )
 
 
@@ -126,5 +129,3 @@ class SpeculationStats:
             self.accepted_per_position.extend([0] * missing)
         for depth in range(num_accepted):
             self.accepted_per_position[depth] += 1
-
-

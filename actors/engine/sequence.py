@@ -74,8 +74,6 @@ class TargetSequence:
     """Peers of drafts that held this sequence at this epoch before."""
     tail_target: int = 0
     """Best tail length at present; a step is not delayed for more."""
-    num_rounds: int = 0
-    """Steps that committed tokens."""
 
     @classmethod
     def from_submit(

@@ -106,8 +106,11 @@ class Speculator:
     def seconds_to_wait(self, running: Sequence[TargetSequence], elapsed: float, now: float) -> float:
         """0.0: start the step now. Else look again after so many seconds, or when candidates arrive.
 
-        Only where every running sequence has something worth waiting for: a prompt to compute, a tail that
-        is long enough, or a draft that is absent, late or still silent make the step start at once.
+        A sequence that has nothing to do with drafts at present makes the step start at once: a prompt to
+        compute, no draft, one that is late, one that has not begun, one that is asked for nothing. A
+        sequence whose tail is complete does not: among sequences of lively drafts the round's rate decides,
+        in which its tokens count. (Going as soon as any tail is complete gave 8 to 12 % fewer tokens per
+        second with 4 and 8 sequences on emulated models.)
         """
         if not self._config.wait_for_drafts or not self.step_cost.known:
             return 0.0
@@ -143,7 +146,7 @@ class Speculator:
         if wait == 0.0:
             return 0.0
         # A little longer than expected, so that the usual jitter does not cost another look.
-        return min(patience, wait + 0.5 * awaited[0].gap_seconds + MIN_DEADLINE_SECONDS)
+        return min(patience, wait + 0.5 * min(item.gap_seconds for item in awaited) + MIN_DEADLINE_SECONDS)
 
     # ------------------------------------------------------------------ after the step
 

@@ -227,7 +227,6 @@ class TargetEngine:
         token_ids = verification.token_ids[: stop.num_kept]
         num_accepted = min(verification.num_accepted, stop.num_kept)
         sequence.token_ids.extend(token_ids)
-        sequence.num_rounds += 1
         # The rollback rule: KV of the accepted tokens stays; the last committed token has none yet.
         held = item.start + item.num_tokens + num_drafted
         sequence.num_computed_tokens = min(held, len(sequence.token_ids) - 1)

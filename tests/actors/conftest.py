@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from paceline.actors.channels import ChannelSettings
 from paceline.actors.draft import DraftActor, DraftSpec
 from paceline.actors.engine.batch import SequenceSlice
@@ -31,8 +32,8 @@ TARGET_ENGINE = TargetEngineConfig(num_speculative_tokens=4, ngram=NgramConfig(e
 async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
     """Returns once the condition holds."""
     async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
 
 
 class Gateway:
@@ -87,7 +88,9 @@ def make_submit(sequence_id: str, prompt: Sequence[int], max_tokens: int = 40, *
 
 def greedy_reference(prompt: Sequence[int], max_tokens: int = 40) -> list[int]:
     """Plain greedy decoding of the emulated target, one token at a time."""
-    runner = EmulatedRunner.from_source("emulated://target?vocab_size=256&seed=7&base_ms=0", num_blocks=64, block_size=16)
+    runner = EmulatedRunner.from_source(
+        "emulated://target?vocab_size=256&seed=7&base_ms=0", num_blocks=64, block_size=16
+    )
     token_ids = list(prompt)
     for _ in range(max_tokens):
         piece = SequenceSlice([token_ids[-1]], len(token_ids) - 1, list(range(64)), 1)
@@ -98,6 +101,7 @@ def greedy_reference(prompt: Sequence[int], max_tokens: int = 40) -> list[int]:
 class Pool:
     """Starts actors and clients, and stops them all."""
 
+    Gateway = Gateway
     until = staticmethod(until)
     make_submit = staticmethod(make_submit)
     greedy_reference = staticmethod(greedy_reference)
@@ -154,11 +158,17 @@ class Pool:
                     return
                 await asyncio.sleep(0.01)
 
-    async def client(self, target: TargetActor, settings: ChannelSettings | None = None) -> ExecutionClient:
+    async def client(
+        self,
+        target: TargetActor,
+        settings: ChannelSettings | None = None,
+        events: Gateway | None = None,
+        address: str = "",
+    ) -> ExecutionClient:
         client = ExecutionClient(
-            address=target.address,
+            address=address or target.address,
             gateway_id=f"gateway-{next(self._ids)}",
-            events=self.gateway,
+            events=events or self.gateway,
             settings=settings,
         )
         await client.attach()

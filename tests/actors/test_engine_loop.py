@@ -14,8 +14,8 @@ from paceline.actors.engine_loop import MAX_BACKLOG, EngineFailedError, EngineLo
 async def until(condition: Callable[[], object]) -> None:
     """Returns once the condition holds; the test's own time limit bounds the wait."""
     async with asyncio.timeout(10.0):
-        while not condition():
-            await asyncio.sleep(0.001)  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 class Counter:

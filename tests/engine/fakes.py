@@ -149,7 +149,9 @@ def make_submit(
     )
 
 
-def hello(draft_id: str = "d", *, capacity: int = 16, max_model_len: int = 256, vocab_size: int = 32) -> DraftHello:
+def hello(
+    draft_id: str = "d", *, capacity: int = 16, max_model_len: int = 256, vocab_size: int = 32
+) -> DraftHello:
     return DraftHello(draft_id, "draft-model", vocab_size, capacity, max_model_len, "model")
 
 
@@ -202,7 +204,9 @@ class Network:
         self.target.submit(peer, event)
         self.pump_target()
 
-    def join(self, law: HashLaw, *, capacity: int = 16, max_model_len: int = 256, num_blocks: int = 256) -> str:
+    def join(
+        self, law: HashLaw, *, capacity: int = 16, max_model_len: int = 256, num_blocks: int = 256
+    ) -> str:
         self._joined += 1
         peer = f"draft-{self._joined}"
         runner = HashRunner(law, num_blocks=num_blocks, max_model_len=max_model_len)

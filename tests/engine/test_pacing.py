@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+
 from paceline.actors.engine.config import Hardware
 from paceline.actors.engine.estimates import AcceptanceEstimate, RecentMedian, StepCostModel, token_bucket
 from paceline.actors.engine.pacing import (
@@ -144,6 +145,15 @@ def test_complete_tails_and_deep_ones_go() -> None:
     assert go_or_wait([], 0.0, lambda _: 0.1) == 0.0
 
 
+def test_a_complete_tail_counts_among_those_that_grow() -> None:
+    complete = Awaited(num_ready=4, limit=4, acceptance=0.8, first_seconds=float("inf"), gap_seconds=1.0)
+    growing = Awaited(num_ready=0, limit=4, acceptance=0.8, first_seconds=0.03, gap_seconds=0.03)
+    assert go_or_wait([growing], 0.0, lambda _: 0.1) == pytest.approx(0.03)
+    assert go_or_wait([complete] * 4 + [growing], 0.0, lambda _: 0.1) == 0.0
+    assert go_or_wait([complete] + [growing] * 4, 0.0, lambda _: 0.1) == pytest.approx(0.03)
+    assert go_or_wait([complete] * 3, 0.0, lambda _: 0.1) == 0.0
+
+
 def test_waiting_depends_on_step_time_by_the_rate_rule() -> None:
     for step, first, alpha in itertools.product((0.01, 0.05, 0.2), (0.005, 0.02, 0.1), (0.2, 0.6, 0.9)):
         item = Awaited(num_ready=1, limit=2, acceptance=alpha, first_seconds=first, gap_seconds=first)
@@ -181,6 +191,14 @@ def test_step_cost_interpolates_and_never_falls() -> None:
     assert cost(1) == 1.0, "a slow first step says nothing once more tokens were faster"
     assert cost(4) == pytest.approx(1.5)
     assert cost(7) == pytest.approx(3.0)
+    big = StepCostModel()
+    for size in (64, 128):
+        big.record(size, 0.001 * (size + 4))
+    assert big(32) == pytest.approx(0.036), "smaller than ever measured: down the same slope"
+    flat = StepCostModel()
+    flat.record(4, 0.1)
+    flat.record(5, 0.2)
+    assert flat(1) == pytest.approx(0.025), "but never below its share"
     values = [cost(n) for n in range(1, 40)]
     assert values == sorted(values)
 
@@ -194,6 +212,18 @@ def test_acceptance_follows_what_happens() -> None:
     for _ in range(200):
         estimate.record(4, 0)
     assert estimate.rate < 0.03
+
+
+def test_doubt_is_worth_a_try_and_ends_with_evidence() -> None:
+    estimate = AcceptanceEstimate(prior=0.5, prior_trials=50.0)
+    assert estimate.rate < estimate.optimistic < 0.55
+    for _ in range(200):
+        estimate.fade()
+    assert estimate.rate == pytest.approx(0.5)
+    assert estimate.optimistic > 0.65
+    for _ in range(10):
+        estimate.record(2, 0)
+    assert estimate.optimistic < 0.3
 
 
 def test_acceptance_is_unbiased_whatever_the_tail_length() -> None:

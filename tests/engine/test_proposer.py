@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from paceline.actors.engine.config import NgramConfig
 from paceline.actors.engine.proposer import MAX_PAUSE_ROUNDS, NgramIndex, NgramProposer
 

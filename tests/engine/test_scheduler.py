@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.chain import DraftChain, Received
 from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
@@ -15,7 +16,6 @@ from paceline.actors.engine.proposer import NgramProposer
 from paceline.actors.engine.scheduler import Plan, Scheduler
 from paceline.actors.engine.sequence import SequenceStatus, TargetSequence
 from paceline.actors.engine.stopping import find_stop
-
 from tests.engine.fakes import make_submit
 
 
@@ -38,7 +38,9 @@ def scheduler_of(
 
 def computed(plan: Plan) -> dict[str, tuple[int, int, int]]:
     """(start, known tokens, tail tokens) per sequence."""
-    return {item.sequence.sequence_id: (item.start, item.num_tokens, len(item.tail)) for item in plan.scheduled}
+    return {
+        item.sequence.sequence_id: (item.start, item.num_tokens, len(item.tail)) for item in plan.scheduled
+    }
 
 
 def decoding(sequence: TargetSequence) -> None:
@@ -254,7 +256,10 @@ def test_assign_respects_who_may() -> None:
 
 
 def test_even_out_moves_no_more_than_needed() -> None:
-    assert even_out("c", {"a": DraftLoad(8, 16), "b": DraftLoad(8, 16), "c": DraftLoad(0, 16)}) == {"a": 3, "b": 2}
+    assert even_out("c", {"a": DraftLoad(8, 16), "b": DraftLoad(8, 16), "c": DraftLoad(0, 16)}) == {
+        "a": 3,
+        "b": 2,
+    }
     assert even_out("b", {"a": DraftLoad(1, 16), "b": DraftLoad(0, 16)}) == {}
     assert even_out("b", {"a": DraftLoad(2, 16), "b": DraftLoad(0, 16)}) == {"a": 1}
     assert even_out("b", {"a": DraftLoad(12, 16), "b": DraftLoad(0, 2)}) == {"a": 1}

@@ -15,20 +15,26 @@ from paceline.cluster.config import load_config
 from paceline.cluster.service_start import check_models
 from tests.engine.models import noised, reference_greedy, tiny_llama
 from tests.integration.conftest import Service
-from tests.integration.tiny_models import save
+from tests.integration.tiny_models import deepened, save
 
 PROMPTS = [[7, 3, 9], [200, 201, 202, 203] * 5, list(range(40, 90)), [1]]
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def draft_model() -> PreTrainedModel:
     return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def model(draft_model: PreTrainedModel) -> PreTrainedModel:
+    return deepened(draft_model, 22)
 
 
 @pytest.fixture(scope="module")
 def service(
     deploy: Callable[..., AbstractContextManager[Service]],
     model: PreTrainedModel,
+    draft_model: PreTrainedModel,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("models")
@@ -38,7 +44,7 @@ def service(
             "served_model_name": "tiny",
             "dtype": "float32",
             "draft": {
-                "model": save(noised(model, 0.05), folder / "draft"),
+                "model": save(noised(draft_model, 0.05), folder / "draft"),
                 "num_threads": 1,
                 "kv_cache": {"num_blocks": 256},
             },
@@ -67,7 +73,7 @@ def test_greedy_equals_plain_transformers(
         )
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert list(answer.choices[0].token_ids) == reference_greedy(model, prompt, 48)
-    if num_speculative_tokens in (1, 4):
+    if num_speculative_tokens != 0:
         drafted = sum(answer.speculation.draft_tokens for answer in answers)
         accepted = sum(answer.speculation.accepted_tokens for answer in answers)
         assert 0 < accepted < drafted
@@ -87,8 +93,9 @@ def test_text_is_what_the_tokenizer_says(service: Service) -> None:
 
 
 def test_draft_with_another_vocabulary_is_refused_before_anything_starts(
-    model: PreTrainedModel, tmp_path: Path
+    draft_model: PreTrainedModel, tmp_path: Path
 ) -> None:
+    model = draft_model
     target = save(model, tmp_path / "target")
     draft = save(model, tmp_path / "draft", reverse_vocabulary=True)
     with pytest.raises(IncompatibleDraftError, match="tokenizers"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -17,6 +19,20 @@ def byte_tokenizer(*, reverse: bool = False) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def deepened(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """The same function at the price of ``num_layers`` more layers, which add nothing to what passes: a
+    target that is slower than its draft, as targets are."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers += num_layers
+    deep = type(model)(config).to(torch.float32).eval()
+    deep.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in deep.model.layers[model.config.num_hidden_layers :]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return deep
 
 
 def save(model: PreTrainedModel, folder: Path, *, reverse_vocabulary: bool = False) -> str:
