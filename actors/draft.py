@@ -77,6 +77,11 @@ class DraftActor:
         self._discovery_error = ""
         self._stopped = False
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """Target id -> why that target refuses this draft."""
+        return {target_id: reason for target_id, (_, reason) in self._refused.items()}
+
     async def start(self) -> None:
         """Load the model and start dialling. Raises: ModelError: the model cannot be served."""
         model = await asyncio.to_thread(
@@ -109,7 +114,7 @@ class DraftActor:
         if self._discovery.done() and not self._stopped:
             raise EngineFailedError("the draft no longer looks for targets")
         if self._refused and not self._connections:
-            reasons = sorted({reason for _, reason in self._refused.values()})
+            reasons = sorted(set(self.refused.values()))
             raise IncompatibleDraftError("every target refuses this draft: " + "; ".join(reasons))
 
     async def status(self) -> dict[str, Any]:
@@ -122,7 +127,7 @@ class DraftActor:
                 target_id: {"address": connection.address, "attached": connection.client.attached}
                 for target_id, connection in self._connections.items()
             },
-            "refused": {target_id: reason for target_id, (_, reason) in self._refused.items()},
+            "refused": self.refused,
             "discovery_error": self._discovery_error,
             "error": "",
         }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.actors.engine.config import Hardware
-from paceline.actors.engine.estimates import RecentMedian
+from paceline.actors.engine.estimates import RecentMedian, token_bucket
 
 StepCost = Callable[[int], float]
 
@@ -205,7 +205,8 @@ class OverlapProbe:
 
     def record(self, num_tokens: int, draft_running: bool, seconds: float) -> None:
         """One step of ``num_tokens`` tokens; ``draft_running``: a draft had work when it began."""
-        key = (num_tokens.bit_length(), draft_running)
+        # Fine sizes: busy steps tend to be the larger ones, which must not pass for contention.
+        key = (token_bucket(num_tokens), draft_running)
         self._seconds.setdefault(key, RecentMedian()).add(seconds)
         self._num_steps += 1
 

@@ -259,7 +259,7 @@ def run_probe(probe: OverlapProbe, steps: int, slowdown: float, seed: int = 0) -
 def test_probe_finds_out_and_acts_on_it(slowdown: float, found: Hardware) -> None:
     probe = OverlapProbe()
     assert probe.hardware is Hardware.AUTO
-    asked = run_probe(probe, 16, slowdown)
+    asked = run_probe(probe, 40, slowdown)
     assert probe.hardware is found
     assert asked[:4] == [True, False, True, False]
     asked = run_probe(probe, 640, slowdown)
@@ -270,10 +270,21 @@ def test_probe_notices_a_change() -> None:
     probe = OverlapProbe()
     run_probe(probe, 100, 1.0)
     assert probe.hardware is Hardware.SEPARATE
-    run_probe(probe, 640, 2.0)
+    run_probe(probe, 1280, 2.0)
     assert probe.hardware is Hardware.SHARED
-    run_probe(probe, 640, 1.0)
+    run_probe(probe, 1280, 1.0)
     assert probe.hardware is Hardware.SEPARATE
+
+
+def test_larger_steps_do_not_pass_for_contention() -> None:
+    probe = OverlapProbe()
+    rng = random.Random(2)
+    for step in range(200):
+        running = step % 2 == 0
+        num_tokens = rng.randint(40, 60) if running else rng.randint(33, 52)
+        probe.record(num_tokens, running, 0.001 * num_tokens)
+    assert probe.hardware is Hardware.SEPARATE
+    assert probe.ratio == pytest.approx(1.0, abs=0.06)
 
 
 def test_probe_does_as_configured() -> None:

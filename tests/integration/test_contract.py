@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from paceline.protos import generation_pb2 as proto
 from tests.integration.conftest import Service, request, wait_until
 
-MODEL = "emulated://cyclist?vocab_size=512&base_ms=4&support=6&max_model_len=1024"
+MODEL = "emulated://cyclist?vocab_size=512&base_ms=20&support=6&max_model_len=1024"
 MAX_ONGOING = 24
 
 
@@ -25,7 +25,7 @@ def service(deploy: Callable[..., AbstractContextManager[Service]]) -> Iterator[
     with deploy(
         {
             "model": MODEL,
-            "draft": {"model": MODEL.replace("base_ms=4", "base_ms=1") + "&acceptance=0.7"},
+            "draft": {"model": MODEL.replace("base_ms=20", "base_ms=3") + "&acceptance=0.7"},
             "gateway": {"max_ongoing_requests": MAX_ONGOING, "max_queued_requests": 0},
             "target": {"kv_cache": {"num_blocks": 512}, "num_threads": 1},
         }

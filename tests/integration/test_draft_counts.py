@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from tests.integration.conftest import Service, wait_until
 
-MODEL = "emulated://peloton?vocab_size=512&base_ms=5&support=6&max_model_len=1024"
+MODEL = "emulated://peloton?vocab_size=512&base_ms=25&support=6&max_model_len=1024"
 
 
 def test_ids_do_not_depend_on_the_number_of_drafts(
@@ -22,7 +22,7 @@ def test_ids_do_not_depend_on_the_number_of_drafts(
             "speculation": {"ngram": {"enabled": False}},
         }
         if num_drafts:
-            draft = {"model": MODEL.replace("base_ms=5", "base_ms=1") + "&acceptance=0.5"}
+            draft = {"model": MODEL.replace("base_ms=25", "base_ms=3") + "&acceptance=0.5"}
             content["draft"] = {**draft, "num_replicas": num_drafts, "num_threads": 1}
         with deploy(content) as service:
 

@@ -27,7 +27,7 @@ def draft_model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def model(draft_model: PreTrainedModel) -> PreTrainedModel:
-    return deepened(draft_model, 22)
+    return deepened(draft_model, 60)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,9 @@ def service(
         yield running
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [None, 0, 1, 4])
+@pytest.mark.parametrize("num_speculative_tokens", [None, 0, 4])
 def test_greedy_equals_plain_transformers(
-    service: Service, model: PreTrainedModel, num_speculative_tokens: int | None
+    service: Service, draft_model: PreTrainedModel, num_speculative_tokens: int | None
 ) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(
@@ -72,7 +72,8 @@ def test_greedy_equals_plain_transformers(
             )
         )
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert list(answer.choices[0].token_ids) == reference_greedy(model, prompt, 48)
+        # The layers that make the target slower add exactly nothing.
+        assert list(answer.choices[0].token_ids) == reference_greedy(draft_model, prompt, 48)
     if num_speculative_tokens != 0:
         drafted = sum(answer.speculation.draft_tokens for answer in answers)
         accepted = sum(answer.speculation.accepted_tokens for answer in answers)
