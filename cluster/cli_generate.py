@@ -21,11 +21,10 @@ from paceline.cluster.cli_request import (
     split_by_token,
     statistics_line,
 )
-from paceline.cluster.client import ServiceError, connect, stream
+from paceline.cluster.client import DEFAULT_ADDRESS, ServiceError, connect, stream
 from paceline.protos import generation_pb2 as proto
 from paceline.protos import generation_pb2_grpc as rpc
 
-DEFAULT_ADDRESS = "127.0.0.1:9000"
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "yellow"
 

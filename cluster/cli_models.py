@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from paceline.actors import weights
 from paceline.cluster.cli_output import pull_progress, show_bytes, stderr, stdout
@@ -42,17 +43,17 @@ def list_models(
         sys.stdout.write(json.dumps(listed) + "\n")
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "state", "size", "draft", "description", "license"):
-        table.add_column(column, justify="right" if column == "size" else "left")
+    table.add_column("name", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("size", no_wrap=True, justify="right")
+    table.add_column("description")
     for entry in entries:
         state = entry.state.value
         table.add_row(
             entry.model.name,
             f"[{_STATE_STYLES[state]}]{state}[/]",
             show_bytes(entry.size_bytes),
-            entry.model.draft or "",
-            entry.model.description,
-            entry.model.license,
+            Text.assemble(entry.model.description, (f"\n{entry.model.license}", "dim")),
         )
     stdout().print(table)
 

@@ -19,6 +19,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from paceline.cluster.cli_output import pull_progress, stderr, stdout
+from paceline.cluster.client import DEFAULT_ADDRESS
 from paceline.cluster.config import PacelineConfig, load_config
 from paceline.cluster.runtime import PoolProgress
 from paceline.cluster.service_start import RunningService, check_models, serving
@@ -144,17 +145,21 @@ def interrupts() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def show_endpoints(console: Console, config: PacelineConfig, service: RunningService) -> None:
+def show_endpoints(console: Console, service: RunningService) -> None:
     """What to call, how to look in, how to stop."""
     info = service.info
-    drafts = f", drafts by {info.draft_model}" if info.draft_model else ", no draft pool"
-    console.print(f"[bold green]ready[/]  {info.model}{drafts}, length {info.max_model_len} tokens")
-    console.print(f"  gRPC    {service.grpc_address}  (paceline.v1.GenerationService, reflection on)")
-    console.print(f"  Ray     {service.ray_address}  ({'started here' if service.started_ray else 'joined'})")
-    flag = "" if config.gateway.grpc_port == 9000 else f" --address {service.grpc_address}"
-    console.print(f'  try     paceline generate "Hello" --max-tokens 32{flag}')
-    console.print(f"          paceline status --address {service.ray_address}")
-    console.print("  stop    Ctrl-C")
+    drafts = f"drafts by {info.draft_model}" if info.draft_model else "no draft pool"
+    flag = "" if service.grpc_address == DEFAULT_ADDRESS else f" --address {service.grpc_address}"
+    lines = (
+        f"[bold green]ready[/]  {info.model}, {drafts}, length {info.max_model_len} tokens",
+        f"  gRPC    {service.grpc_address}  (paceline.v1.GenerationService, reflection on)",
+        f"  Ray     {service.ray_address}  ({'started here' if service.started_ray else 'joined'})",
+        f'  try     paceline generate "Hello" --max-tokens 32{flag}',
+        f"          paceline status --address {service.ray_address}",
+        "  stop    Ctrl-C",
+    )
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def serve(
@@ -208,7 +213,7 @@ def serve(
                 )
             )
         with interrupts() as stopping:
-            show_endpoints(stdout(), config, service)
+            show_endpoints(stdout(), service)
             stopping.wait()
             notices.print("draining; Ctrl-C again to stop at once")
             stack.close()

@@ -47,7 +47,8 @@ def collect_status(name: str = APPLICATION_NAME) -> dict[str, Any]:
     status, message, pools = application_progress(name)
     if not pools:
         raise RuntimeStartError(
-            f"no application named {name!r} runs on this Ray cluster; start one with 'paceline serve'"
+            f"no application named {name!r} runs on this Ray cluster; start one with 'paceline serve', or name "
+            "another cluster with --address ('paceline serve' prints it)"
         )
     collected: dict[str, Any] = {"status": status, "message": message, "pools": {}}
     for pool in pools:
@@ -90,8 +91,8 @@ def pools_table(pools: Mapping[str, Row]) -> Table:
 
 def targets_table(replicas: Sequence[Row]) -> Table:
     table = _table(
-        *("target", "pid", "running", "waiting", "KV use", "drafts"),
-        *("tokens", "drafted", "accepted", "length", "step"),
+        *("target", "pid", "live", "queued", "KV", "drafts"),
+        *("tokens", "drafted", "acc.", "length", "step"),
     )
     for row in replicas:
         engine = row.get("engine")
@@ -118,7 +119,7 @@ def targets_table(replicas: Sequence[Row]) -> Table:
 
 
 def drafts_table(replicas: Sequence[Row]) -> Table:
-    table = _table("draft", "pid", "targets", "sequences", "KV use", "drafted", "discarded", "step")
+    table = _table("draft", "pid", "targets", "live", "KV", "drafted", "discarded", "step")
     for row in replicas:
         engine = row.get("engine")
         if engine is None:
@@ -141,7 +142,7 @@ def drafts_table(replicas: Sequence[Row]) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     return table
 
 
@@ -153,7 +154,10 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between looks, with --watch.")] = 2.0,
 ) -> None:
-    """Show what a running service does."""
+    """Show what a running service does.
+
+    live: sequences in hand; acc.: accepted of the draft tokens verified; length: mean acceptance length.
+    """
     with Runtime.open(address=address or os.environ.get("RAY_ADDRESS") or "auto", num_cpus=0):
         if as_json:
             while True:

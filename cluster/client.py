@@ -13,6 +13,8 @@ from paceline.actors.engine.errors import PacelineError
 from paceline.protos import generation_pb2 as proto
 from paceline.protos import generation_pb2_grpc as rpc
 
+DEFAULT_ADDRESS = "127.0.0.1:9000"
+
 
 @dataclass(frozen=True)
 class Timing:

@@ -1,4 +1,4 @@
-"""How far to draft, how much to verify, and whether to wait: the decisions of DESIGN §7, as pure functions.
+"""How far to draft, how much to verify, and whether to wait: as pure functions.
 
 Notation: acceptance α = probability that a draft token is accepted given that all before it in the tail
 were; T(n) = seconds of a target step of n tokens; a round = one step that verifies a tail.

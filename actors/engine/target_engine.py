@@ -34,6 +34,7 @@ from paceline.actors.engine.sampling import sample
 from paceline.actors.engine.scheduler import Plan, ScheduledSequence, Scheduler
 from paceline.actors.engine.sequence import SequenceStatus, TargetSequence
 from paceline.actors.engine.speculation import Proposal, Speculator
+from paceline.actors.engine.step_times import StepTimes
 from paceline.actors.engine.stopping import find_stop
 from paceline.actors.engine.target_output import (
     DraftOutput,
@@ -89,6 +90,7 @@ class TargetEngine:
         self._round_started = 0.0
         """When the last step ended, or work arrived after idleness."""
         self._step_seconds = 0.0
+        self._step_times = StepTimes()
         self._num_steps = 0
         self._num_computed = 0
         self._num_prompt = 0
@@ -137,14 +139,17 @@ class TargetEngine:
         if not plan.scheduled:
             return
         draft_running = self._speculator.draft_running(self._scheduler.running)
+        batch = [item.to_slice() for item in plan.scheduled]
+        computing = self._clock()
         try:
-            logits = self._runner.forward([item.to_slice() for item in plan.scheduled])
+            logits = self._runner.forward(batch)
+            model_seconds = self._clock() - computing
             verifications = self._verify(plan, logits)
         except Exception as error:  # whatever a model raises: these sequences end, the process stays
             self._fail(plan, error)
             return
         self._update(plan, proposals, verifications)
-        self._end_step(plan, started, draft_running)
+        self._end_step(plan, started, model_seconds, draft_running)
 
     def take_outbox(self) -> TargetOutbox:
         """What to publish since the last call."""
@@ -256,7 +261,7 @@ class TargetEngine:
         from_draft = num_accepted if proposal is not None and proposal.from_draft else 0
         self._book.follow(sequence, base_position, from_draft)
 
-    def _end_step(self, plan: Plan, started: float, draft_running: bool) -> None:
+    def _end_step(self, plan: Plan, started: float, model_seconds: float, draft_running: bool) -> None:
         now = self._clock()
         self._num_steps += 1
         self._num_computed += plan.num_tokens
@@ -265,7 +270,9 @@ class TargetEngine:
         self._speculator.update_windows(self._scheduler.running, now)
         # What finished made room: drafts hear of newcomers now, not after another step.
         self._admit()
-        self._round_started = now
+        ended = self._clock()
+        self._step_times.record(ended - self._round_started, model_seconds, started - self._round_started)
+        self._round_started = ended
 
     def _fail(self, plan: Plan, error: Exception) -> None:
         logger.error("a target step failed", exc_info=error)
@@ -417,6 +424,7 @@ class TargetEngine:
             hardware=self._speculator.probe.hardware,
             overlap_ratio=self._speculator.probe.ratio or 0.0,
             step_seconds=self._step_seconds,
+            step_times=self._step_times.snapshot(),
             drafts=tuple(draft.status() for draft in self._book.drafts.values()),
             num_steps_total=self._num_steps,
             num_computed_tokens_total=self._num_computed,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from paceline.actors.engine.config import Hardware
 from paceline.actors.engine.messages import Close, Committed, Finished, Open, Verdict
+from paceline.actors.engine.step_times import StepTimesSnapshot
 
 
 @dataclass(slots=True)
@@ -73,6 +74,8 @@ class TargetSnapshot:
     """Step time with a draft busy / at rest; 0.0 while not known."""
     step_seconds: float
     """Time of the last step."""
+    step_times: StepTimesSnapshot
+    """What the last steps spent beside the model."""
     drafts: tuple[DraftStatus, ...]
     num_steps_total: int
     num_computed_tokens_total: int

@@ -1,0 +1,334 @@
+"""What a target step costs beside the model: emulated models that take no time, everything else real.
+
+    python -m benchmarks.overhead --sequences 1,16,64
+
+Client, proxy, gateway, target and draft are processes of their own, joined by Serve and the streams of the
+real application. Each row is one load: so many streams that are open all the time, with or without drafts,
+greedy or sampled at temperature 1. The target itself measures its steps:
+
+    step        from the end of one step to the end of the next
+    overhead    of that, what is not the model's forward pass
+    waiting     of that, before the step began: hand-over, events, and any wait for drafts
+
+The client is one asyncio process, and like all others it needs its share of the same cores: the table says
+how much of one each process took.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import asyncio
+import contextlib
+import itertools
+import os.path
+import random
+import subprocess
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc.aio
+import typer
+
+from benchmarks.processes import ProcessorTime, processor_time
+from benchmarks.report import print_table, write_json
+from paceline.actors.engine.step_times import WINDOW
+from paceline.cluster.cli_status import collect_status
+from paceline.cluster.config import PacelineConfig, load_config
+from paceline.cluster.runtime import free_port
+from paceline.cluster.service_start import serving
+from paceline.protos import generation_pb2 as proto
+from paceline.protos import generation_pb2_grpc as rpc
+
+VOCAB_SIZE = 1024
+MAX_MODEL_LEN = 1 << 17
+"""Long enough for streams that never end by themselves."""
+PROMPT_LENGTH = 32
+WARM_UP_SECONDS = 1.5
+MAX_SECONDS = 40.0
+"""Longest measurement of one load, should its steps be slow."""
+POLL_SECONDS = 0.25
+PROFILED = ("target", "draft", "gateway")
+
+
+@dataclass(frozen=True)
+class Load:
+    """One row."""
+
+    num_sequences: int
+    drafted: bool
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        kind = "drafts" if self.drafted else "plain"
+        return f"{self.num_sequences} × {kind}, T={self.temperature:g}"
+
+    def request(self, seed: int) -> proto.GenerateRequest:
+        request = proto.GenerateRequest()
+        request.token_ids.ids.extend(random.Random(seed).choices(range(VOCAB_SIZE), k=PROMPT_LENGTH))
+        request.sampling.temperature = self.temperature
+        request.sampling.seed = seed
+        request.stopping.max_tokens = MAX_MODEL_LEN - PROMPT_LENGTH
+        request.stopping.ignore_eos = True
+        if not self.drafted:
+            request.speculation.num_speculative_tokens = 0
+        return request
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was seen while a load was on. Times in seconds."""
+
+    load: Load
+    seconds: float
+    num_steps: int
+    step_times: dict[str, Any]
+    """``StepTimesSnapshot`` of the last steps."""
+    step_time: float
+    """Mean wall time per step."""
+    tokens_per_second: float
+    tokens_per_chunk: float
+    rounds: int
+    draft_tokens: int
+    accepted_tokens: int
+    draft_step_seconds: float
+    draft_response_seconds: float
+    shares: dict[str, float]
+    """Role -> cores kept busy."""
+    load_average: float
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 1.0
+
+
+def config_of(acceptance: float, num_speculative_tokens: int | None) -> PacelineConfig:
+    model = (
+        f"emulated://target?base_ms=0&per_token_ms=0&vocab_size={VOCAB_SIZE}&max_model_len={MAX_MODEL_LEN}"
+    )
+    return load_config(
+        {
+            "model": model,
+            "draft": {"model": f"{model}&acceptance={acceptance}", "num_threads": 1},
+            "target": {"num_threads": 1, "kv_cache": {"num_blocks": 1 << 17}},
+            "speculation": {
+                "ngram": {"enabled": False},
+                "num_speculative_tokens": num_speculative_tokens,
+            },
+            "gateway": {"grpc_port": free_port()},
+        }
+    )
+
+
+@dataclass
+class Received:
+    """What the client has got, over all streams of one load."""
+
+    num_tokens: int = 0
+    num_chunks: int = 0
+
+
+async def read_stream(stub: Any, request: proto.GenerateRequest, received: Received) -> None:
+    async for chunk in stub.GenerateStream(request):
+        received.num_chunks += 1
+        received.num_tokens += len(chunk.token_ids)
+
+
+@contextlib.asynccontextmanager
+async def running(stub: Any, load: Load, seeds: itertools.count[int]) -> AsyncIterator[Received]:
+    """The load's streams, open for the length of the block.
+
+    Raises: whatever ends a stream before that.
+    """
+    received = Received()
+    tasks = [
+        asyncio.create_task(read_stream(stub, load.request(next(seeds)), received))
+        for _ in range(load.num_sequences)
+    ]
+    try:
+        yield received
+        for task in tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError("a stream ended before its load")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def engine_status() -> dict[str, Any]:
+    """The target's counters. Raises: RuntimeError if it does not answer."""
+    replicas = (await asyncio.to_thread(collect_status))["pools"]["target"]["replicas"]
+    if len(replicas) != 1 or "engine" not in replicas[0]:
+        raise RuntimeError(f"the target does not answer: {replicas}")
+    engine: dict[str, Any] = replicas[0]["engine"]
+    return engine
+
+
+async def until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + MAX_SECONDS
+    while not condition(await engine_status()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not within {MAX_SECONDS:.0f} s: {what}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def measure(stub: Any, load: Load, seeds: itertools.count[int], profiles: Path | None) -> Result:
+    await until(lambda engine: engine["num_running"] + engine["num_waiting"] == 0, "the target is idle")
+    async with running(stub, load, seeds) as received:
+        await until(lambda engine: engine["num_running"] == load.num_sequences, "all streams run")
+        await asyncio.sleep(WARM_UP_SECONDS)
+        before, time_before = await engine_status(), processor_time()
+        tokens, chunks = received.num_tokens, received.num_chunks
+        profilers = start_profilers(profiles, load, time_before) if profiles else []
+        after = before
+        # Once the window is full of steps of this load, its percentiles are this load's alone.
+        while after["num_steps_total"] - before["num_steps_total"] < WINDOW:
+            if processor_time().at - time_before.at > MAX_SECONDS:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+            after = await engine_status()
+        for profiler in profilers:
+            await asyncio.to_thread(profiler.wait)
+            after = await engine_status()
+        time_after = processor_time()
+        tokens, chunks = received.num_tokens - tokens, received.num_chunks - chunks
+    seconds = time_after.at - time_before.at
+    num_steps = after["num_steps_total"] - before["num_steps_total"]
+    draft = after["drafts"][0] if after["drafts"] else {}
+
+    def counted(name: str) -> int:
+        return int(after[name] - before[name])
+
+    return Result(
+        load=load,
+        seconds=seconds,
+        num_steps=num_steps,
+        step_times=after["step_times"],
+        step_time=seconds / max(num_steps, 1),
+        tokens_per_second=tokens / seconds,
+        tokens_per_chunk=tokens / max(chunks, 1),
+        rounds=counted("num_rounds_total"),
+        draft_tokens=counted("num_draft_tokens_total"),
+        accepted_tokens=counted("num_accepted_tokens_total"),
+        draft_step_seconds=draft.get("step_seconds", 0.0),
+        draft_response_seconds=draft.get("response_seconds", 0.0),
+        shares=time_after.shares_since(time_before),
+        load_average=os.getloadavg()[0],
+    )
+
+
+def start_profilers(folder: Path, load: Load, processes: ProcessorTime) -> list[subprocess.Popen[bytes]]:
+    """py-spy on each Python process of the service, for some seconds: collapsed stacks per process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profilers = []
+    for role in PROFILED:
+        for pid in processes.pids(role):
+            name = load.name.replace(" ", "").replace("×", "x").replace(",", "-")
+            command = ["py-spy", "record", "--pid", str(pid), "--duration", "6", "--rate", "250"]
+            command += ["--format", "raw", "--output", str(folder / f"{name}-{role}.txt")]
+            profilers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    return profilers
+
+
+async def measure_all(address: str, loads: Sequence[Load], profiles: Path | None) -> list[Result]:
+    seeds = itertools.count(1)
+    results: list[Result] = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = rpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        await until(lambda engine: engine["drafts"], "the draft is attached")
+        for load in loads:
+            results.append(await measure(stub, load, seeds, profiles))
+            print(f"{load.name}: {results[-1].num_steps} steps in {results[-1].seconds:.1f} s")
+    return results
+
+
+def report(results: Sequence[Result], name: str, settings: dict[str, Any]) -> None:
+    def ms(times: dict[str, float]) -> str:
+        return f"{1e3 * times['p50']:.2f} / {1e3 * times['p90']:.2f}"
+
+    print_table(
+        "per target step, ms: p50 / p90",
+        ["", "step", "not the model", "of it waiting", "tokens/s", "tokens/chunk", "acceptance", "length"],
+        [
+            [
+                result.load.name,
+                *(ms(result.step_times[part]) for part in ("interval", "overhead", "waiting")),
+                f"{result.tokens_per_second:.0f}",
+                f"{result.tokens_per_chunk:.1f}",
+                f"{result.acceptance:.2f}" if result.draft_tokens else "–",
+                f"{result.acceptance_length:.2f}",
+            ]
+            for result in results
+        ],
+    )
+    roles = ("target", "draft", "gateway", "proxy", "client", "ray")
+    print_table(
+        f"cores kept busy, of {os.cpu_count()}",
+        ["", *roles, "draft step, ms", "draft answers in, ms", "load average"],
+        [
+            [
+                result.load.name,
+                *(f"{result.shares.get(role, 0.0):.2f}" for role in roles),
+                f"{1e3 * result.draft_step_seconds:.2f}" if result.load.drafted else "–",
+                f"{1e3 * result.draft_response_seconds:.2f}" if result.load.drafted else "–",
+                f"{result.load_average:.1f}",
+            ]
+            for result in results
+        ],
+    )
+    path = write_json(
+        name,
+        {
+            "settings": settings,
+            "results": [
+                asdict(result)
+                | {"acceptance": result.acceptance, "mean_acceptance_length": result.acceptance_length}
+                for result in results
+            ],
+        },
+    )
+    print(f"written: {path.name}")
+
+
+def main(
+    sequences: Annotated[str, typer.Option(help="Numbers of streams, comma-separated.")] = "1,16,64",
+    drafts: Annotated[
+        bool | None,
+        typer.Option("--with-drafts/--without-drafts", help="Only one of the two; default: both."),
+    ] = None,
+    temperatures: Annotated[str, typer.Option(help="0 = greedy.")] = "0,1",
+    acceptance: Annotated[float, typer.Option(help="Of the emulated draft.")] = 0.8,
+    gamma: Annotated[int | None, typer.Option(help="Fixed draft length; default: adaptive.")] = None,
+    profiles: Annotated[
+        Path | None, typer.Option(help="Folder for stacks sampled by py-spy; it slows what it looks at.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "overhead",
+) -> None:
+    """Run it, print the tables, write results/<name>.json."""
+    kinds = (False, True) if drafts is None else (drafts,)
+    loads = [
+        Load(int(count), drafted, float(temperature))
+        for count in sequences.split(",")
+        for drafted in kinds
+        for temperature in temperatures.split(",")
+    ]
+    config = config_of(acceptance, gamma)
+    with serving(config) as service:
+        results = asyncio.run(measure_all(service.grpc_address, loads, profiles))
+    report(results, name, {"acceptance": acceptance, "num_speculative_tokens": gamma})
+
+
+if __name__ == "__main__":
+    typer.run(main)

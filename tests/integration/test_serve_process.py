@@ -1,0 +1,174 @@
+"""``paceline serve`` as a user runs it: a process of its own, with a Ray of its own, ended by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.cluster.runtime import free_port, port_is_free
+
+CONFIG = """
+model: emulated://solo?base_ms=20&support=6
+draft: emulated://solo?base_ms=3&support=6&acceptance=0.7
+speculation: {{ngram: {{enabled: false}}}}
+gateway: {{grpc_port: {port}}}
+"""
+START_SECONDS = 120
+STOP_SECONDS = 60
+
+
+@dataclass
+class ServeProcess:
+    """The process once it is ready."""
+
+    process: subprocess.Popen[str]
+    port: int
+    lines: list[str]
+
+    @property
+    def ray_address(self) -> str:
+        (line,) = [line for line in self.lines if line.strip().startswith("Ray ")]
+        return line.split()[1]
+
+
+def paceline(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline.cluster.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | options,
+    )
+
+
+def children_of_session(session: int) -> list[str]:
+    """Command lines of the processes whose session it is: Ray's are all started in the driver's."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (OSError, ProcessLookupError):
+            continue
+        state, own_session = fields[0], int(fields[3])
+        if own_session == session and state != "Z":
+            found.append(command)
+    return found
+
+
+@pytest.fixture(scope="module", params=["haproxy", "default proxy"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServeProcess]:
+    port = free_port()
+    path = tmp_path_factory.mktemp("serve") / "paceline.yaml"
+    path.write_text(CONFIG.format(port=port))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
+    environment["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if request.param == "haproxy" else "0"
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.cluster.cli", "serve", str(path), "--timeout", str(START_SECONDS)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.strip().startswith("stop"):
+            break
+    else:
+        pytest.fail("paceline serve ended: " + "".join(lines))
+    yield ServeProcess(process, port, lines)
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(STOP_SECONDS)
+
+
+def test_generate_streams_with_drafts(served: ServeProcess) -> None:
+    found = paceline(
+        *("generate", "hello", "--max-tokens", "40", "--seed", "1", "--address", f"127.0.0.1:{served.port}")
+    )
+    assert found.returncode == 0, found.stderr
+    assert "40 tokens" in found.stderr
+    assert "draft tokens accepted" in found.stderr
+    plain = paceline(
+        *("generate", "hello", "--max-tokens", "40", "--seed", "1", "--no-speculation", "--json"),
+        PACELINE_ADDRESS=f"127.0.0.1:{served.port}",
+    )
+    answer = json.loads(plain.stdout)
+    assert answer["choices"][0]["text"] == found.stdout.removesuffix("\n")
+    assert answer["speculation"]["draft_tokens"] == "0"
+
+
+def test_errors_reach_the_terminal_as_one_sentence(served: ServeProcess) -> None:
+    found = paceline("generate", "x", "--top-p", "2", "--address", f"127.0.0.1:{served.port}")
+    assert found.returncode == 1
+    assert found.stderr.startswith("error: INVALID_ARGUMENT: sampling.top_p")
+    assert found.stderr.count("\n") == 1
+
+
+def test_status_finds_the_pools(served: ServeProcess) -> None:
+    found = paceline("status", "--address", served.ray_address, "--json")
+    assert found.returncode == 0, found.stderr
+    status = json.loads(found.stdout)
+    assert status["status"] == "RUNNING"
+    assert {name: pool["running"] for name, pool in status["pools"].items()} == {
+        "gateway": 1,
+        "target": 1,
+        "draft": 1,
+    }
+    shown = paceline("status", "--address", served.ray_address, COLUMNS="80")
+    assert shown.returncode == 0, shown.stderr
+    assert "service running" in shown.stdout
+    assert status["pools"]["target"]["replicas"][0]["id"] in shown.stdout
+
+
+def test_a_second_service_on_the_port_is_refused(served: ServeProcess) -> None:
+    found = paceline("serve", "--model", "emulated://other", "--port", str(served.port))
+    assert found.returncode == 1
+    assert f"port {served.port} is in use; choose another one with --port" in found.stderr
+
+
+def test_interrupt_drains_and_leaves_nothing(served: ServeProcess) -> None:
+    session = os.getsid(served.process.pid)
+    assert len(children_of_session(session)) > 3
+    running = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "paceline.cluster.cli", "generate", "drain", "--max-tokens", "150"),
+            *("--address", f"127.0.0.1:{served.port}"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert running.stdout.read(1), "the stream has begun"
+    os.killpg(served.process.pid, signal.SIGINT)
+    rest, _ = served.process.communicate(timeout=STOP_SECONDS)
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 0, err
+    assert "150 tokens" in err
+    assert served.process.returncode == 0
+    assert rest.splitlines() == ["draining; Ctrl-C again to stop at once", "stopped"]
+    deadline = time.monotonic() + 10
+    while children_of_session(session) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert children_of_session(session) == []
+    assert port_is_free(served.port, "0.0.0.0")
+    assert out
