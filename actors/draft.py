@@ -73,6 +73,8 @@ class DraftActor:
         self._refused: dict[str, tuple[str, str]] = {}
         """Target id -> (address, reason). Not dialled again at that address."""
         self._changed = asyncio.Event()
+        self._answered = asyncio.Event()
+        """Set with each answer of a target to a hello."""
         self._discovery: asyncio.Task[None] | None = None
         self._discovery_error = ""
         self._stopped = False
@@ -102,6 +104,22 @@ class DraftActor:
         )
         self._engine_loop.start()
         self._discovery = asyncio.create_task(self._run_discovery(), name="target discovery")
+
+    async def wait_for_target(self, timeout_seconds: float) -> None:
+        """Return once a target has taken this draft in, or when none has answered within the time.
+
+        A draft that no target takes thus says so before it counts as ready.
+
+        Raises: what ``health`` raises, IncompatibleDraftError above all.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                while not any(connection.client.attached for connection in self._connections.values()):
+                    self.health()
+                    self._answered.clear()
+                    await self._answered.wait()
+        except TimeoutError:
+            logger.warning("no target yet after %g s; still looking", timeout_seconds)
 
     def health(self) -> None:
         """Raises:
@@ -217,6 +235,7 @@ class DraftActor:
             vocabulary_hash=self._vocabulary_hash,
             engine_loop=self._engine_loop,
             settings=self.spec.channels,
+            on_attached=self._answered.set,
         )
         self._peers[client.peer] = client
         task = asyncio.create_task(self._serve(client), name=f"draft {self.spec.draft_id} at {target_id}")
@@ -239,6 +258,7 @@ class DraftActor:
             connection = self._connections.get(client.target_id)
             if connection is not None and connection.client is client:
                 del self._connections[client.target_id]
+            self._answered.set()
 
     def _publish(self, outputs: dict[str, CandidateOutput]) -> None:
         for peer, output in outputs.items():
@@ -252,3 +272,4 @@ class DraftActor:
             connection.client.leave(str(error))
         if self._discovery is not None:
             self._discovery.cancel()
+        self._answered.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import TypeVar
 
 import grpc.aio
@@ -31,6 +32,9 @@ class VerificationClient:
     """Feeds the draft engine with one target's sequences and sends what it proposes.
 
     Used once: ``run`` from dialling to the end of the stream. Another attempt is another client.
+
+    Args:
+        on_attached: called when the target has taken this draft in.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class VerificationClient:
         vocabulary_hash: bytes,
         engine_loop: EngineLoop[DraftEngine, OutputT],
         settings: ChannelSettings,
+        on_attached: Callable[[], None] = lambda: None,
     ) -> None:
         self.target_id = target_id
         self.address = address
@@ -57,6 +62,7 @@ class VerificationClient:
         self._stream: ClientStream[pb.DraftMessage, pb.TargetMessage] = ClientStream(
             address, settings, _attach, self._pending
         )
+        self._on_attached = on_attached
         self.attached = False
         self.was_attached = False
 
@@ -91,6 +97,7 @@ class VerificationClient:
                 )
             self._engine_loop.post(lambda engine: engine.target_joined(self.peer, welcome.vocab_size))
             self.attached = self.was_attached = True
+            self._on_attached()
             await self._stream.run(self._on_message)
         finally:
             if self.attached:

@@ -1,6 +1,7 @@
 """What a target step costs beside the model: emulated models that take no time, everything else real.
 
     python -m benchmarks.overhead --sequences 1,16,64
+    python -m benchmarks.overhead --step-ms 10 --draft-step-ms 1 --with-drafts
 
 Client, proxy, gateway, target and draft are processes of their own, joined by Serve and the streams of the
 real application. Each row is one load: so many streams that are open all the time, with or without drafts,
@@ -9,6 +10,9 @@ greedy or sampled at temperature 1. The target itself measures its steps:
     step        from the end of one step to the end of the next
     overhead    of that, what is not the model's forward pass
     waiting     of that, before the step began: hand-over, events, and any wait for drafts
+
+With models that take no time drafts hardly pay, and the adaptive policy lets them rest; the second command
+shows the same overhead beneath a model whose steps take 10 ms, with candidates and verdicts on the wire.
 
 The client is one asyncio process, and like all others it needs its share of the same cores: the table says
 how much of one each process took.
@@ -23,8 +27,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import asyncio
 import contextlib
 import itertools
-import os.path
 import random
+import statistics
 import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -50,9 +54,11 @@ MAX_MODEL_LEN = 1 << 17
 """Long enough for streams that never end by themselves."""
 PROMPT_LENGTH = 32
 WARM_UP_SECONDS = 1.5
+MEASURE_SECONDS = 4.0
+"""At least; longer where ``WINDOW`` steps take longer."""
 MAX_SECONDS = 40.0
-"""Longest measurement of one load, should its steps be slow."""
-POLL_SECONDS = 0.25
+"""At most, should the steps be slow."""
+POLL_SECONDS = 0.5
 PROFILED = ("target", "draft", "gateway")
 
 
@@ -89,9 +95,9 @@ class Result:
     seconds: float
     num_steps: int
     step_times: dict[str, Any]
-    """``StepTimesSnapshot`` of the last steps."""
-    step_time: float
-    """Mean wall time per step."""
+    """``StepTimesSnapshot``: each percentile the median over the looks at the target's last steps."""
+    mean_step: float
+    """Wall time per step: other than the median it holds every stall."""
     tokens_per_second: float
     tokens_per_chunk: float
     rounds: int
@@ -112,14 +118,15 @@ class Result:
         return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 1.0
 
 
-def config_of(acceptance: float, num_speculative_tokens: int | None) -> PacelineConfig:
-    model = (
-        f"emulated://target?base_ms=0&per_token_ms=0&vocab_size={VOCAB_SIZE}&max_model_len={MAX_MODEL_LEN}"
-    )
+def config_of(
+    acceptance: float, num_speculative_tokens: int | None, step_ms: float, draft_step_ms: float
+) -> PacelineConfig:
+    keys = f"per_token_ms=0&vocab_size={VOCAB_SIZE}&max_model_len={MAX_MODEL_LEN}"
+    draft = f"emulated://draft?base_ms={draft_step_ms}&{keys}&acceptance={acceptance}"
     return load_config(
         {
-            "model": model,
-            "draft": {"model": f"{model}&acceptance={acceptance}", "num_threads": 1},
+            "model": f"emulated://target?base_ms={step_ms}&{keys}",
+            "draft": {"model": draft, "num_threads": 1},
             "target": {"num_threads": 1, "kv_cache": {"num_blocks": 1 << 17}},
             "speculation": {
                 "ngram": {"enabled": False},
@@ -192,17 +199,18 @@ async def measure(stub: Any, load: Load, seeds: itertools.count[int], profiles: 
         before, time_before = await engine_status(), processor_time()
         tokens, chunks = received.num_tokens, received.num_chunks
         profilers = start_profilers(profiles, load, time_before) if profiles else []
-        after = before
-        # Once the window is full of steps of this load, its percentiles are this load's alone.
-        while after["num_steps_total"] - before["num_steps_total"] < WINDOW:
-            if processor_time().at - time_before.at > MAX_SECONDS:
-                break
+        after, looks = before, []
+        elapsed = 0.0
+        while elapsed < MEASURE_SECONDS or (not looks and elapsed < MAX_SECONDS):
             await asyncio.sleep(POLL_SECONDS)
             after = await engine_status()
+            # Once the window is full of steps of this load, its percentiles are this load's alone.
+            if after["num_steps_total"] - before["num_steps_total"] >= WINDOW:
+                looks.append(after["step_times"])
+            elapsed = time.monotonic() - time_before.at
+        time_after = processor_time()
         for profiler in profilers:
             await asyncio.to_thread(profiler.wait)
-            after = await engine_status()
-        time_after = processor_time()
         tokens, chunks = received.num_tokens - tokens, received.num_chunks - chunks
     seconds = time_after.at - time_before.at
     num_steps = after["num_steps_total"] - before["num_steps_total"]
@@ -215,8 +223,8 @@ async def measure(stub: Any, load: Load, seeds: itertools.count[int], profiles: 
         load=load,
         seconds=seconds,
         num_steps=num_steps,
-        step_times=after["step_times"],
-        step_time=seconds / max(num_steps, 1),
+        step_times=median_times(looks or [after["step_times"]]),
+        mean_step=seconds / max(num_steps, 1),
         tokens_per_second=tokens / seconds,
         tokens_per_chunk=tokens / max(chunks, 1),
         rounds=counted("num_rounds_total"),
@@ -229,6 +237,18 @@ async def measure(stub: Any, load: Load, seeds: itertools.count[int], profiles: 
     )
 
 
+def median_times(looks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each percentile of each part."""
+    parts = ("interval", "overhead", "waiting")
+    return {
+        part: {
+            percentile: statistics.median(look[part][percentile] for look in looks)
+            for percentile in ("p50", "p90")
+        }
+        for part in parts
+    }
+
+
 def start_profilers(folder: Path, load: Load, processes: ProcessorTime) -> list[subprocess.Popen[bytes]]:
     """py-spy on each Python process of the service, for some seconds: collapsed stacks per process."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -237,7 +257,7 @@ def start_profilers(folder: Path, load: Load, processes: ProcessorTime) -> list[
         for pid in processes.pids(role):
             name = load.name.replace(" ", "").replace("×", "x").replace(",", "-")
             command = ["py-spy", "record", "--pid", str(pid), "--duration", "6", "--rate", "250"]
-            command += ["--format", "raw", "--output", str(folder / f"{name}-{role}.txt")]
+            command += ["--threads", "--format", "raw", "--output", str(folder / f"{name}-{role}.txt")]
             profilers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     return profilers
 
@@ -260,11 +280,22 @@ def report(results: Sequence[Result], name: str, settings: dict[str, Any]) -> No
 
     print_table(
         "per target step, ms: p50 / p90",
-        ["", "step", "not the model", "of it waiting", "tokens/s", "tokens/chunk", "acceptance", "length"],
+        [
+            "",
+            "step",
+            "not the model",
+            "of it waiting",
+            "step, mean",
+            "tokens/s",
+            "tokens/chunk",
+            "acceptance",
+            "length",
+        ],
         [
             [
                 result.load.name,
                 *(ms(result.step_times[part]) for part in ("interval", "overhead", "waiting")),
+                f"{1e3 * result.mean_step:.2f}",
                 f"{result.tokens_per_second:.0f}",
                 f"{result.tokens_per_chunk:.1f}",
                 f"{result.acceptance:.2f}" if result.draft_tokens else "–",
@@ -311,6 +342,8 @@ def main(
     temperatures: Annotated[str, typer.Option(help="0 = greedy.")] = "0,1",
     acceptance: Annotated[float, typer.Option(help="Of the emulated draft.")] = 0.8,
     gamma: Annotated[int | None, typer.Option(help="Fixed draft length; default: adaptive.")] = None,
+    step_ms: Annotated[float, typer.Option(help="Time of a target's step.")] = 0.0,
+    draft_step_ms: Annotated[float, typer.Option(help="Time of a draft's step.")] = 0.0,
     profiles: Annotated[
         Path | None, typer.Option(help="Folder for stacks sampled by py-spy; it slows what it looks at.")
     ] = None,
@@ -324,10 +357,16 @@ def main(
         for drafted in kinds
         for temperature in temperatures.split(",")
     ]
-    config = config_of(acceptance, gamma)
+    config = config_of(acceptance, gamma, step_ms, draft_step_ms)
     with serving(config) as service:
         results = asyncio.run(measure_all(service.grpc_address, loads, profiles))
-    report(results, name, {"acceptance": acceptance, "num_speculative_tokens": gamma})
+    settings = {
+        "acceptance": acceptance,
+        "num_speculative_tokens": gamma,
+        "step_ms": step_ms,
+        "draft_step_ms": draft_step_ms,
+    }
+    report(results, name, settings)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def collect_status(name: str = APPLICATION_NAME) -> dict[str, Any]:
     status, message, pools = application_progress(name)
     if not pools:
         raise RuntimeStartError(
-            f"no application named {name!r} runs on this Ray cluster; start one with 'paceline serve', or name "
-            "another cluster with --address ('paceline serve' prints it)"
+            f"no application named {name!r} runs on this Ray cluster; start one with 'paceline serve', or "
+            "name another cluster with --address ('paceline serve' prints it)"
         )
     collected: dict[str, Any] = {"status": status, "message": message, "pools": {}}
     for pool in pools:

@@ -40,6 +40,9 @@ DISCOVERY_SECONDS = 1.0
 """How often a gateway looks which targets there are. Each look costs a call to every target."""
 
 
+FIRST_TARGET_SECONDS = 120.0
+"""How long a draft replica is starting while there is no target yet. It looks on after that."""
+
 STOP_MARGIN_SECONDS = 5.0
 """What is left of the time to stop, once a target has drained, for closing its streams."""
 
@@ -193,13 +196,21 @@ class TargetDeployment:
 
 
 class DraftDeployment:
-    """One draft replica: it dials every target of the same application."""
+    """One draft replica: it dials every target of the same application.
+
+    One that every target refuses does not start, so that the deployment fails and tells why.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: PacelineConfig, target: DeploymentHandle[Any]
     ) -> None:
         self._actor = DraftActor(draft_spec(config, replica_id()), TargetDirectory(target).discover)
         await self._actor.start()
+        try:
+            await self._actor.wait_for_target(FIRST_TARGET_SECONDS)
+        except BaseException:
+            await self._actor.stop()
+            raise
 
     async def status(self) -> dict[str, Any]:
         """For ``paceline status``: plain values."""

@@ -108,7 +108,9 @@ async def test_a_draft_with_another_vocabulary_is_unhealthy_and_says_why(pool: A
             return True
         return False
 
-    await pool.until(refused)
+    with pytest.raises(IncompatibleDraftError):
+        await draft.wait_for_target(10.0)
+    assert refused()
     with pytest.raises(IncompatibleDraftError) as caught:
         draft.health()
     assert "emulated://other" in str(caught.value)
@@ -118,6 +120,19 @@ async def test_a_draft_with_another_vocabulary_is_unhealthy_and_says_why(pool: A
     # A target that it fits makes it healthy again.
     await pool.target(model=ModelSpec("emulated://fits?vocab_size=300", num_threads=1))
     await pool.until(lambda: not refused())
+    await draft.wait_for_target(10.0)
+
+
+async def test_a_draft_waits_for_its_first_target_but_not_for_ever(pool: Any) -> None:
+    draft = await pool.draft(attach=False)
+    await draft.wait_for_target(0.2)
+    draft.health()
+    waiting = asyncio.create_task(draft.wait_for_target(10.0))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    target = await pool.target()
+    await waiting
+    assert [hello.draft_id for hello in target.drafts] == [draft.spec.draft_id]
 
 
 async def test_a_target_that_stops_lets_its_sequences_end(pool: Any) -> None:

@@ -40,3 +40,16 @@ def save(model: PreTrainedModel, folder: Path, *, reverse_vocabulary: bool = Fal
     model.save_pretrained(folder)
     byte_tokenizer(reverse=reverse_vocabulary).save_pretrained(folder)
     return str(folder)
+
+
+def padded(model: PreTrainedModel, num_rows: int) -> PreTrainedModel:
+    """The same function with an output layer of ``num_rows`` rows, at most twice as many. The added ones have
+    no token, but logits ten times those of others: whoever takes padding for tokens samples little else."""
+    config = copy.deepcopy(model.config)
+    old_rows, config.vocab_size = config.vocab_size, num_rows
+    wide = type(model)(config).to(torch.float32).eval()
+    state = dict(model.state_dict())
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = torch.cat([state[name], 10.0 * state[name][: num_rows - old_rows]])
+    wide.load_state_dict(state)
+    return wide

@@ -1,0 +1,106 @@
+"""Services that the cases share, and what must hold after each case."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from tests.cases.recitation import Recitation
+from tests.cases.reference import Reference
+from tests.cases.service import Service
+from tests.engine.models import noised, tiny_llama, unrelated
+from tests.integration.tiny_models import deepened, save
+
+transformers_logging.disable_progress_bar()
+
+EXTRA_LAYERS = 30
+"""Of the targets. They compute nothing new, but make a target step as much dearer than a draft's as it is
+in earnest, so that it pays to draft and to wait for drafts."""
+
+NOISE = 0.05
+"""Spread of the noise of a draft that agrees in part."""
+
+DRAFTS = ("equal", "noised", "unrelated")
+
+
+@dataclass(frozen=True)
+class TinyModels:
+    """A random Llama of 256 tokens (one for each byte) and its drafts, on disk."""
+
+    model: PreTrainedModel
+    reference: Reference
+    target: str
+    drafts: dict[str, str]
+    """``equal``: the target's own function. ``noised``: agrees in part. ``unrelated``: hardly ever."""
+
+
+@pytest.fixture(scope="package")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    folder = tmp_path_factory.mktemp("tiny")
+    model = tiny_llama()
+    drafts = {"equal": model, "noised": noised(model, NOISE), "unrelated": unrelated(model)}
+    assert set(drafts) == set(DRAFTS)
+    return TinyModels(
+        model,
+        Reference(model),
+        save(deepened(model, EXTRA_LAYERS), folder / "target"),
+        {name: save(draft, folder / name) for name, draft in drafts.items()},
+    )
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def services(tiny: TinyModels) -> AsyncIterator[dict[str, Service]]:
+    """The same target with each kind of draft."""
+    running = {name: await Service(tiny.target, tiny.drafts[name]).start() for name in DRAFTS}
+    yield running
+    for service in running.values():
+        await service.stop()
+
+
+@dataclass(frozen=True)
+class Reciters:
+    """A model that says known text, and a draft that is wrong after every fifth token."""
+
+    recitation: Recitation
+    folder: Path
+    target: str
+    equal: str
+    halting: str
+
+
+@pytest.fixture(scope="package")
+def reciters(tmp_path_factory: pytest.TempPathFactory) -> Reciters:
+    folder = tmp_path_factory.mktemp("reciters")
+    recitation = Recitation()
+    return Reciters(
+        recitation,
+        folder,
+        recitation.save(folder / "target", num_layers=EXTRA_LAYERS),
+        recitation.save(folder / "equal", num_layers=1),
+        recitation.save(folder / "halting", num_layers=1, wrong_at=range(0, recitation.vocab_size, 5)),
+    )
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def reciting(reciters: Reciters) -> AsyncIterator[Service]:
+    """Every draft token is right."""
+    service = await Service(reciters.target, reciters.equal).start()
+    yield service
+    await service.stop()
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="package")
+async def nothing_is_left(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """After each case no sequence and no KV block of any service that it used is in use."""
+    yield
+    for value in list(request.node.funcargs.values()):
+        services = value.values() if isinstance(value, dict) else [value]
+        for service in services:
+            if isinstance(service, Service):
+                await service.wait_until_idle()

@@ -1,0 +1,49 @@
+"""What a model says by plain ``transformers`` generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.engine.models import eager_copy
+
+NEAR_TIE = 1e-4
+"""A difference of float32 logits that the order of summation may turn round."""
+
+
+class Reference:
+    """Greedy continuations, each computed once."""
+
+    def __init__(self, model: PreTrainedModel, *, never: Sequence[int] = ()) -> None:
+        """``never``: token ids that must not be said (rows of the head without a token)."""
+        self._model = eager_copy(model)
+        self._never = list(never)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The next ``num_tokens`` token ids.
+
+        Fails where the two best tokens of a position are closer than ``NEAR_TIE``: such a prompt tells
+        nothing about whoever goes the other way.
+        """
+        known = self._known.get(tuple(prompt), [])
+        if len(known) < num_tokens:
+            ids = torch.tensor([list(prompt)])
+            output = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                suppress_tokens=self._never or None,
+            )
+            logits = self._model(input_ids=output, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            logits[:, self._never] = -torch.inf
+            best = logits.topk(2, dim=1).values
+            assert float((best[:, 0] - best[:, 1]).min()) > NEAR_TIE, "this prompt has a near tie: take another"
+            known = self._known[tuple(prompt)] = output[0, len(prompt) :].tolist()
+        return known[:num_tokens]

@@ -1,0 +1,194 @@
+"""Borders of length: the model's, the draft's, the KV pool's, and the request's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from paceline.actors.engine.config import DraftEngineConfig, TargetEngineConfig
+from paceline.actors.engine.errors import InvalidArgumentError
+from paceline.protos import generation_pb2 as proto
+from tests.cases.conftest import TinyModels
+from tests.cases.service import NO_LOOKUP, Service
+from tests.cases.test_output_equality import greedy
+from tests.engine.models import MAX_MODEL_LEN
+from tests.integration.tiny_models import save
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+DRAFT_LEN = 64
+
+
+# ---------------------------------------------------------------- the request's own
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [4, 8])
+async def test_exactly_max_tokens(
+    services: dict[str, Service], tiny: TinyModels, num_speculative_tokens: int
+) -> None:
+    """B22, B23: ids, usage and stream agree on every length from 1 to 40."""
+    service = services["equal"]
+    expected = tiny.reference.greedy([7, 3, 9], 40)
+    requests = [greedy([7, 3, 9], max_tokens, num_speculative_tokens) for max_tokens in range(1, 41)]
+    streamed = await service.stream_all(*requests)
+    whole = await asyncio.gather(*(service.generate(**options) for options in requests))
+    for max_tokens, answer, response in zip(range(1, 41), streamed, whole, strict=True):
+        (choice,) = response.choices
+        assert answer.token_ids == list(choice.token_ids) == expected[:max_tokens]
+        assert answer.last.usage.completion_tokens == response.usage.completion_tokens == max_tokens
+        assert answer.last.finish_reason == choice.finish_reason == proto.FINISH_REASON_LENGTH
+        assert answer.text == choice.text == service.codec.decode(expected[:max_tokens])
+        # A tail leaves a place for the token after it, so what is verified can all be kept.
+        assert answer.speculation.draft_tokens <= max(0, max_tokens - 1)
+    assert streamed[0].speculation.draft_tokens == 0
+    assert sum(answer.speculation.accepted_tokens for answer in streamed) > 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1, -(2**31)])
+async def test_no_tokens_asked_for_is_refused(services: dict[str, Service], max_tokens: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"stopping\.max_tokens: must be at least 1"):
+        await services["equal"].generate("a", max_tokens=max_tokens)
+
+
+# ---------------------------------------------------------------- the model's
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [1, 4, 8])
+async def test_to_the_last_position(
+    services: dict[str, Service], tiny: TinyModels, num_speculative_tokens: int
+) -> None:
+    """B29: prompt + max_tokens is the model's length, with and without max_tokens, at several borders of
+    blocks."""
+    prompts = [[(3 * i) % 256 for i in range(MAX_MODEL_LEN - room)] for room in (1, 2, 9, 17, 32)]
+    rooms = [MAX_MODEL_LEN - len(prompt) for prompt in prompts]
+    requests = [
+        greedy(prompt, room, num_speculative_tokens) for prompt, room in zip(prompts, rooms, strict=True)
+    ]
+    requests.append(greedy(prompts[-1], 1, num_speculative_tokens) | {"max_tokens": None})
+    answers = await services["equal"].stream_all(*requests)
+    expected = [tiny.reference.greedy(prompt, room) for prompt, room in zip(prompts, rooms, strict=True)]
+    assert [answer.token_ids for answer in answers] == [*expected, expected[-1]]
+    assert all(answer.last.finish_reason == proto.FINISH_REASON_LENGTH for answer in answers)
+    assert answers[-1].speculation.accepted_tokens > 0
+
+
+async def test_one_more_than_the_model_holds_is_refused(services: dict[str, Service]) -> None:
+    service = services["equal"]
+    with pytest.raises(InvalidArgumentError, match=r"stopping\.max_tokens: must be in \[1, 12\]"):
+        await service.generate(token_ids=[1] * (MAX_MODEL_LEN - 12), max_tokens=13)
+    with pytest.raises(InvalidArgumentError, match=r"token_ids\.ids: has 512 tokens; it may have at most 511"):
+        await service.generate(token_ids=[1] * MAX_MODEL_LEN, max_tokens=1)
+
+
+# ---------------------------------------------------------------- the draft's
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="package", params=["model", "option"])
+async def short_draft(
+    request: pytest.FixtureRequest, tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Service]:
+    """The target's own function, but only 64 positions: by the model or by the draft pool's option."""
+    folder = tmp_path_factory.mktemp("short")
+    if request.param == "model":
+        source = save(tiny.model, folder)
+        config = folder / "config.json"
+        config.write_text(
+            config.read_text().replace(
+                f'"max_position_embeddings": {MAX_MODEL_LEN}', f'"max_position_embeddings": {DRAFT_LEN}'
+            )
+        )
+        engine = DraftEngineConfig()
+    else:
+        source = tiny.drafts["equal"]
+        engine = DraftEngineConfig(max_model_len=DRAFT_LEN)
+    service = await Service(tiny.target, source, draft_engine=engine).start()
+    yield service
+    await service.stop()
+
+
+async def test_requests_past_the_drafts_length(short_draft: Service, tiny: TinyModels) -> None:
+    """B27: long prompts, and a short one that grows past it, go on without drafts; neighbours with them."""
+    lengths = [50, DRAFT_LEN - 2, DRAFT_LEN - 1, DRAFT_LEN, DRAFT_LEN + 1, 100, 200]
+    prompts = [[(5 * i + length) % 256 for i in range(length)] for length in lengths]
+    growing, neighbour = [4, 5, 6], [8, 9]
+    answers = await short_draft.stream_all(
+        *(greedy(prompt, 40, 4) for prompt in prompts), greedy(growing, 150, 4), greedy(neighbour, 40, 4)
+    )
+    assert [answer.token_ids for answer in answers] == [
+        *(tiny.reference.greedy(prompt, 40) for prompt in prompts),
+        tiny.reference.greedy(growing, 150),
+        tiny.reference.greedy(neighbour, 40),
+    ]
+    for length, answer in zip(lengths, answers, strict=False):
+        if length >= DRAFT_LEN:
+            assert answer.speculation.draft_tokens == 0
+    grown = answers[-2]
+    assert any(grown.accepted[: DRAFT_LEN - len(growing)])
+    assert not any(grown.accepted[DRAFT_LEN :])
+    assert answers[-1].speculation.accepted_tokens > 0
+    # Still the same draft, and of use to who comes next.
+    short_draft.drafts[0].health()
+    again = await short_draft.stream(**greedy(neighbour, 40, 4))
+    assert again.token_ids == tiny.reference.greedy(neighbour, 40)
+    assert again.speculation.accepted_tokens > 0
+
+
+# ---------------------------------------------------------------- the KV pools'
+
+
+async def test_pools_too_small_for_all_at_once(tiny: TinyModels) -> None:
+    """Targets preempt and drafts decline; nobody's tokens change."""
+    service = await Service(
+        tiny.target,
+        tiny.drafts["noised"],
+        num_blocks=20,
+        draft_blocks=12,
+        target_engine=TargetEngineConfig(num_speculative_tokens=4, ngram=NO_LOOKUP),
+    ).start()
+    try:
+        prompts = [[index, index + 1, index + 2] * 5 for index in range(8)]
+        answers = await service.stream_all(*(greedy(prompt, 80) for prompt in prompts))
+        assert [answer.token_ids for answer in answers] == [
+            tiny.reference.greedy(prompt, 80) for prompt in prompts
+        ]
+        (target,) = await service.target_state()
+        (draft,) = await service.draft_state()
+        assert target["num_preemptions_total"] > 0
+        assert draft["num_declines_total"] > 0
+        assert sum(answer.speculation.accepted_tokens for answer in answers) > 0
+        # One that fills the pool alone to its last slot.
+        capacity = 20 * 16
+        prompt = [5] * (capacity - 30)
+        alone = await service.stream(**greedy(prompt, 30))
+        assert alone.token_ids == tiny.reference.greedy(prompt, 30)
+        with pytest.raises(InvalidArgumentError, match=r"stopping\.max_tokens"):
+            await service.generate(token_ids=prompt, max_tokens=31)
+        await service.wait_until_idle()
+    finally:
+        await service.stop()
+
+
+async def test_prompts_longer_than_a_step(tiny: TinyModels) -> None:
+    """Prompts computed in chunks of both models, while others decode."""
+    service = await Service(
+        tiny.target,
+        tiny.drafts["noised"],
+        target_engine=TargetEngineConfig(
+            max_num_seqs=16, max_num_batched_tokens=48, num_speculative_tokens=4, ngram=NO_LOOKUP
+        ),
+        draft_engine=DraftEngineConfig(max_num_seqs=16, max_num_batched_tokens=32),
+    ).start()
+    try:
+        prompts = [[3, 4], *([(7 * i + n) % 256 for i in range(n)] for n in (47, 48, 49, 200, 301))]
+        answers = await service.stream_all(*(greedy(prompt, 60) for prompt in prompts))
+        assert [answer.token_ids for answer in answers] == [
+            tiny.reference.greedy(prompt, 60) for prompt in prompts
+        ]
+        assert all(answer.speculation.draft_tokens > 0 for answer in answers)
+        await service.wait_until_idle()
+    finally:
+        await service.stop()

@@ -1,0 +1,39 @@
+"""Requests of the public contract, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.protos import generation_pb2 as proto
+
+
+def request(
+    prompt: str = "",
+    *,
+    token_ids: Sequence[int] | None = None,
+    max_tokens: int | None = 16,
+    num_speculative_tokens: int | None = None,
+    ignore_eos: bool = True,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    min_tokens: int = 0,
+    **sampling: Any,
+) -> proto.GenerateRequest:
+    """A request with one of ``prompt`` and ``token_ids``; ``sampling`` names fields of SamplingParams."""
+    message = proto.GenerateRequest()
+    if token_ids is not None:
+        message.token_ids.ids.extend(token_ids)
+    else:
+        message.prompt = prompt
+    for name, value in sampling.items():
+        setattr(message.sampling, name, value)
+    if max_tokens is not None:
+        message.stopping.max_tokens = max_tokens
+    message.stopping.min_tokens = min_tokens
+    message.stopping.ignore_eos = ignore_eos
+    message.stopping.stop.extend(stop)
+    message.stopping.stop_token_ids.extend(stop_token_ids)
+    if num_speculative_tokens is not None:
+        message.speculation.num_speculative_tokens = num_speculative_tokens
+    return message
