@@ -31,6 +31,8 @@ class ModelSpec:
     tokenizer: str | None = None
     """Where the tokenizer is, if not with the model. It says what the token ids mean."""
     dtype: str = "auto"
+    quantization: str = "none"
+    """none, int8 (linear layers, on CPU only) or auto (int8 where the device can, else none)."""
     device: str = "auto"
     """auto (CUDA if there is any, else CPU), cpu, cuda or cuda:N."""
     num_threads: int | None = None
@@ -104,8 +106,10 @@ def _load_transformers(spec: ModelSpec, source: str) -> LoadedModel:
 
     from paceline.actors.engine.loading import load_model, load_model_config, resolve_dtype
     from paceline.actors.engine.model_runner import TransformersRunner, kv_block_bytes
+    from paceline.actors.engine.quantized_linear import resolve_quantization
 
     device = _device(spec.device)
+    quantization = resolve_quantization(spec.quantization, torch.device(device))
     dtype = resolve_dtype(spec.dtype, source, trust_remote_code=spec.trust_remote_code)
     vocabulary = _vocabulary(spec, source)
     config: Any = load_model_config(source, trust_remote_code=spec.trust_remote_code)
@@ -118,10 +122,18 @@ def _load_transformers(spec: ModelSpec, source: str) -> LoadedModel:
                 f"kv_cache: {spec.kv_cache_bytes} bytes do not hold one block of {spec.block_size} tokens "
                 f"({block_bytes} bytes); raise the memory or lower block_size"
             )
+    if quantization != "none":
+        logger.info("model %s: its linear layers compute in %s", spec.source, quantization)
     num_ids = max(vocabulary.values()) + 1
     num_rows = int(config.get_text_config().vocab_size)
     runner = TransformersRunner(
-        load_model(source, dtype, torch.device(device), trust_remote_code=spec.trust_remote_code),
+        load_model(
+            source,
+            dtype,
+            torch.device(device),
+            trust_remote_code=spec.trust_remote_code,
+            quantization=quantization,
+        ),
         num_blocks=num_blocks,
         block_size=spec.block_size,
         max_model_len=spec.max_model_len,

@@ -23,6 +23,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Ray starts workers at a low priority; here all processes compete on equal terms, whatever else runs.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import asyncio
 import contextlib
@@ -30,6 +32,7 @@ import itertools
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
@@ -41,6 +44,7 @@ import typer
 
 from benchmarks.processes import ProcessorTime, processor_time
 from benchmarks.report import print_table, write_json
+from benchmarks.stacks import engine_parts
 from paceline.actors.engine.step_times import WINDOW
 from paceline.cluster.cli_status import collect_status
 from paceline.cluster.config import PacelineConfig, load_config
@@ -60,6 +64,8 @@ MAX_SECONDS = 40.0
 """At most, should the steps be slow."""
 POLL_SECONDS = 0.5
 PROFILED = ("target", "draft", "gateway")
+PY_SPY = str(Path(sys.executable).with_name("py-spy"))
+"""Of the extra ``bench``."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ class Result:
     shares: dict[str, float]
     """Role -> cores kept busy."""
     load_average: float
+    engine_parts: dict[str, float]
+    """Share of each part in the engine thread's samples outside of the model; empty without profiles."""
 
     @property
     def acceptance(self) -> float:
@@ -146,32 +154,25 @@ class Received:
 
 
 async def read_stream(stub: Any, request: proto.GenerateRequest, received: Received) -> None:
+    """Raises: whatever ends the stream; it is not to end."""
     async for chunk in stub.GenerateStream(request):
         received.num_chunks += 1
         received.num_tokens += len(chunk.token_ids)
+    raise RuntimeError("a stream ended before its load; max_model_len is too short for so fast a service")
 
 
 @contextlib.asynccontextmanager
 async def running(stub: Any, load: Load, seeds: itertools.count[int]) -> AsyncIterator[Received]:
-    """The load's streams, open for the length of the block.
-
-    Raises: whatever ends a stream before that.
-    """
+    """The load's streams, open for the length of the block, which ends with the first that fails."""
     received = Received()
-    tasks = [
-        asyncio.create_task(read_stream(stub, load.request(next(seeds)), received))
-        for _ in range(load.num_sequences)
-    ]
-    try:
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(read_stream(stub, load.request(next(seeds)), received))
+            for _ in range(load.num_sequences)
+        ]
         yield received
         for task in tasks:
-            if task.done():
-                task.result()
-                raise RuntimeError("a stream ended before its load")
-    finally:
-        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def engine_status() -> dict[str, Any]:
@@ -209,8 +210,7 @@ async def measure(stub: Any, load: Load, seeds: itertools.count[int], profiles: 
                 looks.append(after["step_times"])
             elapsed = time.monotonic() - time_before.at
         time_after = processor_time()
-        for profiler in profilers:
-            await asyncio.to_thread(profiler.wait)
+        parts = await asyncio.to_thread(finish_profilers, profilers)
         tokens, chunks = received.num_tokens - tokens, received.num_chunks - chunks
     seconds = time_after.at - time_before.at
     num_steps = after["num_steps_total"] - before["num_steps_total"]
@@ -234,6 +234,7 @@ async def measure(stub: Any, load: Load, seeds: itertools.count[int], profiles: 
         draft_response_seconds=draft.get("response_seconds", 0.0),
         shares=time_after.shares_since(time_before),
         load_average=os.getloadavg()[0],
+        engine_parts=parts,
     )
 
 
@@ -249,17 +250,36 @@ def median_times(looks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def start_profilers(folder: Path, load: Load, processes: ProcessorTime) -> list[subprocess.Popen[bytes]]:
-    """py-spy on each Python process of the service, for some seconds: collapsed stacks per process."""
+@dataclass(frozen=True)
+class Profiler:
+    """py-spy on one process: collapsed stacks of its threads."""
+
+    role: str
+    process: subprocess.Popen[bytes]
+    output: Path
+
+
+def start_profilers(folder: Path, load: Load, processes: ProcessorTime) -> list[Profiler]:
+    """On each Python process of the service, for a little less than the measurement takes."""
     folder.mkdir(parents=True, exist_ok=True)
     profilers = []
     for role in PROFILED:
         for pid in processes.pids(role):
-            name = load.name.replace(" ", "").replace("×", "x").replace(",", "-")
-            command = ["py-spy", "record", "--pid", str(pid), "--duration", "6", "--rate", "250"]
-            command += ["--threads", "--format", "raw", "--output", str(folder / f"{name}-{role}.txt")]
-            profilers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            kind = "drafts" if load.drafted else "plain"
+            output = folder / f"{load.num_sequences}-{kind}-t{load.temperature:g}-{role}.txt"
+            command = [PY_SPY, "record", "--pid", str(pid), "--duration", str(int(MEASURE_SECONDS))]
+            command += ["--rate", "250", "--threads", "--format", "raw", "--output", str(output)]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            profilers.append(Profiler(role, process, output))
     return profilers
+
+
+def finish_profilers(profilers: Sequence[Profiler]) -> dict[str, float]:
+    """Parts of the target's engine thread. Raises: RuntimeError if py-spy could not look at a process."""
+    for profiler in profilers:
+        if profiler.process.wait() != 0:
+            raise RuntimeError(f"py-spy failed on the {profiler.role}; it needs the right to trace processes")
+    return next((engine_parts(item.output) for item in profilers if item.role == "target"), {})
 
 
 async def measure_all(address: str, loads: Sequence[Load], profiles: Path | None) -> list[Result]:
@@ -319,6 +339,16 @@ def report(results: Sequence[Result], name: str, settings: dict[str, Any]) -> No
             for result in results
         ],
     )
+    if any(result.engine_parts for result in results):
+        parts = sorted(
+            {part for result in results for part in result.engine_parts},
+            key=lambda part: -sum(result.engine_parts.get(part, 0.0) for result in results),
+        )
+        print_table(
+            "what is not the model, share of the engine thread's samples",
+            ["", *(result.load.name for result in results)],
+            [[part, *(f"{result.engine_parts.get(part, 0.0):.0%}" for result in results)] for part in parts],
+        )
     path = write_json(
         name,
         {

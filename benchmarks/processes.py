@@ -1,21 +1,22 @@
-"""Processor time of this process and everything it started, by role. Reads ``/proc``: Linux only."""
+"""Processor time of this process and everything it started, by role."""
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 CLIENT, RAY = "client", "ray"
 ROLES = {
     "ray::ServeReplica:paceline:gateway": "gateway",
     "ray::ServeReplica:paceline:target": "target",
     "ray::ServeReplica:paceline:draft": "draft",
-    "haproxy": "proxy",
     "ray::ProxyActor": "proxy",
+    "haproxy": "proxy",
+    "py-spy": "profiler",
 }
-"""How a command line begins (or the program is named) -> role; all else below this process is Ray's own."""
+"""How the title or the program's name begins -> role; all else below this process is Ray's own."""
 
 
 @dataclass(frozen=True)
@@ -43,37 +44,20 @@ class ProcessorTime:
 
 def processor_time() -> ProcessorTime:
     """Of this process (the client) and of all its descendants."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    parents: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    names: dict[int, str] = {}
+    own = psutil.Process()
     at = time.monotonic()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
+    seconds: dict[int, float] = {}
+    roles: dict[int, str] = {}
+    for process in (own, *own.children(recursive=True)):
         try:
-            # The program's name stands in brackets and may hold anything, spaces and brackets too.
-            name, _, rest = (folder / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(")")
-            command = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-        except OSError:  # it has just ended
+            times = process.cpu_times()
+            names = (process.cmdline() or [""])[0], process.name()
+        except psutil.Error:  # it has just ended
             continue
-        fields = rest.split()
-        pid = int(folder.name)
-        parents[pid] = int(fields[1])
-        seconds[pid] = (int(fields[11]) + int(fields[12])) / ticks
-        names[pid] = command if command.startswith("ray::") else name
-    own = os.getpid()
-    roles = {own: CLIENT}
-    for pid in parents:
-        line = []
-        ancestor = pid
-        while ancestor in parents and ancestor not in roles:
-            line.append(ancestor)
-            ancestor = parents[ancestor]
-        if ancestor in roles:
-            roles.update({member: _role(names[member]) for member in line})
-    return ProcessorTime(at, {pid: seconds[pid] for pid in roles}, roles)
+        seconds[process.pid] = times.user + times.system
+        roles[process.pid] = CLIENT if process.pid == own.pid else _role(*names)
+    return ProcessorTime(at, seconds, roles)
 
 
-def _role(name: str) -> str:
-    return next((role for beginning, role in ROLES.items() if name.startswith(beginning)), RAY)
+def _role(title: str, name: str) -> str:
+    return next((role for start, role in ROLES.items() if title.startswith(start) or name == start), RAY)

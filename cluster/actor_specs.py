@@ -28,7 +28,9 @@ def target_spec(config: PacelineConfig, target_id: str) -> TargetSpec:
     )
     return TargetSpec(
         target_id=target_id,
-        model=model_spec(pool, config.model, config.dtype, trust_remote_code=config.trust_remote_code),
+        model=model_spec(
+            pool, config.model, config.dtype, pool.quantization, trust_remote_code=config.trust_remote_code
+        ),
         served_model_name=config.model_name,
         engine=engine,
     )
@@ -45,7 +47,13 @@ def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
         raise InvalidArgumentError("draft", "the configuration has no draft pool")
     return DraftSpec(
         draft_id=draft_id,
-        model=model_spec(pool, pool.model, config.draft_dtype, trust_remote_code=config.trust_remote_code),
+        model=model_spec(
+            pool,
+            pool.model,
+            config.draft_dtype,
+            pool.quantization,
+            trust_remote_code=config.trust_remote_code,
+        ),
         engine=DraftEngineConfig(
             max_num_seqs=pool.max_num_seqs,
             max_num_batched_tokens=pool.max_num_batched_tokens,
@@ -54,11 +62,14 @@ def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
     )
 
 
-def model_spec(pool: ModelPool, source: str, dtype: str, *, trust_remote_code: bool) -> ModelSpec:
+def model_spec(
+    pool: ModelPool, source: str, dtype: str, quantization: str, *, trust_remote_code: bool
+) -> ModelSpec:
     """A pool's model. ``auto`` stands for bfloat16, as the configuration promises."""
     return ModelSpec(
         source=source,
         dtype="bfloat16" if dtype == "auto" else dtype,
+        quantization=quantization,
         device=pool.device,
         num_threads=pool.num_threads,
         block_size=pool.block_size,

@@ -184,11 +184,26 @@ class ModelPool(ReplicaPool):
         return self
 
 
+def _check_quantization(quantization: str, device: Device) -> None:
+    if quantization == "int8" and device == "cuda":
+        raise ConflictError(
+            "quantization", "int8 is not available on cuda — set it to none, or device to cpu"
+        )
+
+
 class TargetConfig(ModelPool):
     """The pool that serves the model."""
 
     max_num_waiting: Count = 256
     """Most sequences that may queue at one replica; one more is refused as RESOURCE_EXHAUSTED."""
+    quantization: Literal["none", "int8"] = "none"
+    """none, or int8: the linear layers compute in 8-bit integers, on CPU only. What is served is then the
+    quantised model, whose outputs differ from the model's own."""
+
+    @model_validator(mode="after")
+    def _device_quantizes(self) -> TargetConfig:
+        _check_quantization(self.quantization, self.device)
+        return self
 
 
 class DraftConfig(ModelPool):
@@ -198,6 +213,14 @@ class DraftConfig(ModelPool):
     """The draft model, named like the served one. Its token map must be the served model's."""
     dtype: Dtype | None = None
     """Number format of weights and KV; null = the served model's."""
+    quantization: Literal["auto", "none", "int8"] = "auto"
+    """int8: the linear layers compute in 8-bit integers, on CPU only; auto = int8 where the device is a CPU
+    that has instructions for it (AVX-512 VNNI), else none. Never changes what is served."""
+
+    @model_validator(mode="after")
+    def _device_quantizes(self) -> DraftConfig:
+        _check_quantization(self.quantization, self.device)
+        return self
 
 
 class NgramConfig(Section):

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -49,6 +50,10 @@ class PoolProgress:
 
 OnProgress = Callable[[list[PoolProgress]], None]
 
+
+INGRESS_PORTS = 100
+"""Ports that the gateways of an own cluster may listen on behind HAProxy. A port that a gateway leaves is not
+used again for a while, so there are many more than gateways."""
 
 MAX_HAPROXY_FOLDER = 29
 """HAProxy's admin socket, ``<folder>/<56 digits of the node>/admin.sock``, may have 97 bytes."""
@@ -90,11 +95,27 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
     return True
 
 
+def free_port_range(size: int) -> int:
+    """The first of ``size`` consecutive ports that nobody listens on at the moment.
+
+    A random choice (below the ports of outgoing connections), so that two that ask at the same time hardly
+    get the same.
+    """
+    while True:
+        first = random.randrange(10_000, 30_000 - size, size)
+        if all(port_is_free(port, "0.0.0.0") for port in range(first, first + size)):
+            return first
+
+
 def haproxy_environment(folder: Path) -> dict[str, str]:
     """Environment of an own cluster's proxies: HAProxy mode, on files and ports that nobody shares.
 
+    The gateways' ports matter most: Serve gives them out from 40000 on in every cluster and lets gRPC bind
+    them with SO_REUSEPORT, so that two clusters of one machine would get each other's requests.
+
     The two drain periods are Serve's waits for load balancers outside; an own cluster has none.
     """
+    first_port = free_port_range(INGRESS_PORTS)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
@@ -104,6 +125,8 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_port + INGRESS_PORTS),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.5",
     }

@@ -11,7 +11,7 @@ n queries per sequence, L keys per sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +47,15 @@ class AttentionCall:
     sliding_window: int | None
     """Tokens that a query sees, itself included; None = all before it."""
     softcap: float | None
+
+    def narrow(self, num_tokens: int) -> AttentionCall:
+        """The same for the first tokens only."""
+        return replace(
+            self,
+            query=self.query.narrow(2, 0, num_tokens),
+            key=self.key.narrow(2, 0, num_tokens),
+            value=self.value.narrow(2, 0, num_tokens),
+        )
 
 
 class AttentionTarget(Protocol):
@@ -131,11 +140,18 @@ class PagedBatch:
         self._slots = layout.slot_mapping
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        num_rows, num_tokens = call.query.shape[2], self._layout.num_tokens
+        if num_rows == num_tokens:
+            return self._attend(call)
+        # Rows past the layout's are copies of its only one.
+        return self._attend(call.narrow(num_tokens)).expand(-1, num_rows, -1, -1)
+
+    def _attend(self, call: AttentionCall) -> torch.Tensor:
         cache, layer = self._cache, call.layer
         # [1, K, T, D] -> [T, K, D]
         cache.write(layer, self._slots, call.key[0].transpose(0, 1), call.value[0].transpose(0, 1))
         keys, values = cache.keys[layer], cache.values[layer]
-        if self._reference or call.softcap is not None:
+        if self._reference or (call.softcap is not None and not self._layout.deterministic):
             parts = self._layout.sequences(call.sliding_window)
             return self._gather_rows(call, parts, values, [_explicit(call, p, keys, values) for p in parts])
         group_size = call.query.shape[1] // keys.shape[1]
@@ -207,7 +223,7 @@ def _single(
 def _padded(
     call: AttentionCall, part: PaddedGroup, keys: torch.Tensor, values: torch.Tensor, group_size: int
 ) -> torch.Tensor:
-    """Several sequences with few queries each, padded to n queries and L keys: [rows, H, D]."""
+    """Sequences padded to n queries and L keys: [rows, H, D]."""
     batch, num_queries, length = part.batch_size, part.max_queries, part.max_keys
     num_kv_heads, head_dim = keys.shape[1:]
     value_dim = values.shape[2]
@@ -220,27 +236,51 @@ def _padded(
     # [B·n, H, D] -> [B, K, G·n, D]
     packed = query.reshape(batch, num_queries, num_kv_heads, group_size, head_dim).permute(0, 2, 3, 1, 4)
     packed = packed.reshape(batch, num_kv_heads, group_size * num_queries, head_dim)
+    if padding := part.num_padding_rows(group_size):
+        packed = functional.pad(packed, (0, 0, 0, padding))
     key = keys.index_select(0, part.slots).view(batch, length, num_kv_heads, head_dim).transpose(1, 2)
     value = values.index_select(0, part.slots).view(batch, length, num_kv_heads, value_dim).transpose(1, 2)
-    output = functional.scaled_dot_product_attention(
-        packed, key, value, attn_mask=part.mask(group_size, call.query.dtype), scale=call.scaling
-    )
+    if call.softcap is None:
+        mask = part.mask(group_size, call.query.dtype)
+        output = functional.scaled_dot_product_attention(
+            packed, key, value, attn_mask=mask, scale=call.scaling
+        )
+    else:
+        mask = part.mask(group_size, torch.float32)
+        output = _by_definition(packed.float(), key.float(), value.float(), mask, call.scaling, call.softcap)
+        output = output.to(call.query.dtype)
     # [B, K, G·n, D] -> [B·n, H, D]
+    if padding:
+        output = output.narrow(2, 0, group_size * num_queries)
     output = output.reshape(batch, num_kv_heads, group_size, num_queries, value_dim).permute(0, 3, 1, 2, 4)
     output = output.reshape(batch * num_queries, num_heads, value_dim)
     return output if part.valid_rows is None else output.index_select(0, part.valid_rows)
 
 
+def _by_definition(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention by plain operations, scores capped at ±``softcap`` by tanh: [..., rows, D]."""
+    scores = torch.matmul(query, key.transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(torch.softmax(scores, dim=-1), value)
+
+
 def _explicit(
     call: AttentionCall, part: SingleSequence, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """One sequence by the definition, in float32: [n, H, D]. The reference, and the way of soft caps."""
+    """One sequence by the definition, in float32: [n, H, D]. The reference, and the way of soft caps in the fast plan."""
     query = call.query[0].narrow(1, part.first_row, part.num_rows).float()
     group_size = query.shape[0] // keys.shape[1]
     key = _read(keys, part.keys).float().transpose(0, 1).repeat_interleave(group_size, 0)
     value = _read(values, part.keys).float().transpose(0, 1).repeat_interleave(group_size, 0)
-    scores = torch.matmul(query, key.transpose(1, 2)) * call.scaling
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    weights = torch.softmax(scores + part.mask(1, torch.float32), dim=-1)
-    return torch.matmul(weights, value).transpose(0, 1).to(call.query.dtype)
+    output = _by_definition(query, key, value, part.mask(1, torch.float32), call.scaling, call.softcap)
+    return output.transpose(0, 1).to(call.query.dtype)

@@ -13,11 +13,16 @@ import numpy.typing as npt
 import torch
 
 from paceline.actors.engine.batch import SequenceSlice
+from paceline.actors.engine.key_tiles import Pieces, cut_at_key_ranges
 
 IntArray = npt.NDArray[np.int64]
 
 MAX_GROUP_QUERIES = 16
 """Sequences with more new tokens than this attend on their own: a prompt chunk fills a kernel by itself."""
+
+FIXED_ROW_MULTIPLE = 8
+"""Kernel calls of a deterministic plan have a multiple of this many rows. From four rows on, the matrix kernels
+(AVX-512, float32 and bfloat16) compute a row the same whatever their number; with fewer they do not."""
 
 _MAX_PADDING = 2.0
 _FREE_PADDING = 1 << 14
@@ -91,15 +96,17 @@ class PaddedGroup:
     are never NaN and no sequence reads another's slots.
     """
 
-    def __init__(self, members: IntArray, layout: StepLayout, window: int | None) -> None:
-        starts, num_queries = layout.starts[members], layout.num_queries[members]
-        first_rows = layout.first_rows[members]
-        key_starts = layout.key_starts(window)[members]
+    def __init__(
+        self, pieces: Pieces, layout: StepLayout, window: int | None, *, row_multiple: int = 1
+    ) -> None:
+        starts, num_queries = pieces.starts, pieces.num_queries
+        first_rows, key_starts = pieces.first_rows, pieces.key_starts
         lengths = starts + num_queries - key_starts
         device = layout.device
-        self.batch_size = len(members)
+        self.batch_size = len(starts)
         self.max_queries = int(num_queries.max())
-        self.max_keys = int(lengths.max())
+        self.max_keys = int(pieces.num_keys.max())
+        self.row_multiple = row_multiple
         self.first_row = int(first_rows[0])
         even_queries = bool((num_queries == self.max_queries).all())
         adjacent = bool((first_rows[1:] == first_rows[:-1] + num_queries[:-1]).all())
@@ -113,18 +120,24 @@ class PaddedGroup:
 
         key_offsets = np.minimum(np.arange(self.max_keys)[None], lengths[:, None] - 1)
         self.slots = _tensor(
-            layout.slots_of(members[:, None], key_starts[:, None] + key_offsets).ravel(), device
+            layout.slots_of(pieces.sequences[:, None], key_starts[:, None] + key_offsets).ravel(), device
         )
 
         self._query_positions = _tensor(starts[:, None] + offsets, device)
         # A padding key counts on past the last query's position, where the causal mask hides it.
         self._key_positions = _tensor(key_starts[:, None] + np.arange(self.max_keys)[None], device)
         self._window = window
-        self._unmasked = self.max_queries == 1 and bool((lengths == self.max_keys).all())
+        self._unmasked = (
+            row_multiple == 1 and self.max_queries == 1 and bool((lengths == self.max_keys).all())
+        )
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
+    def num_padding_rows(self, group_size: int) -> int:
+        """Rows that a kernel call gets on top of the G·n of a KV head."""
+        return -(group_size * self.max_queries) % self.row_multiple
+
     def mask(self, group_size: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask [B, 1, G·n, L]; None if every query sees every key."""
+        """Additive mask [B, 1, G·n + padding rows, L]; None if every query sees every key."""
         if self._unmasked:
             return None
         found = self._masks.get((group_size, dtype))
@@ -132,6 +145,9 @@ class PaddedGroup:
             found = _additive_mask(
                 self._query_positions, self._key_positions, self._window, group_size, dtype
             )
+            if padding := self.num_padding_rows(group_size):
+                # Padding rows see all keys: a row that sees none would be NaN.
+                found = torch.nn.functional.pad(found, (0, 0, 0, padding))
             self._masks[group_size, dtype] = found
         return found
 
@@ -141,10 +157,19 @@ class StepLayout:
 
     Args:
         batch: not empty, and checked: each slice has tokens, and slots for them.
+        deterministic: plan such that a row is computed alike in every batch (see ``key_tiles``).
     """
 
-    def __init__(self, batch: Sequence[SequenceSlice], block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: Sequence[SequenceSlice],
+        block_size: int,
+        device: torch.device,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         self.device = device
+        self.deterministic = deterministic
         self._block_size = block_size
         count = len(batch)
         self.starts: IntArray = np.fromiter((s.start for s in batch), np.int64, count)
@@ -186,15 +211,40 @@ class StepLayout:
         window = self._effective(window)
         found = self._plans.get(window)
         if found is None:
-            lengths = self._ends - self.key_starts(window)
-            found = [
-                PaddedGroup(members, self, window)
-                if len(members) > 1
-                else self._sequence(int(members[0]), window)
-                for members in group_sequences(self.num_queries, lengths)
-            ]
+            found = self._fixed_plan(window) if self.deterministic else self._fast_plan(window)
             self._plans[window] = found
         return found
+
+    def _fast_plan(self, window: int | None) -> list[SingleSequence | PaddedGroup]:
+        key_starts = self.key_starts(window)
+        lengths = self._ends - key_starts
+        plan: list[SingleSequence | PaddedGroup] = []
+        for members in group_sequences(self.num_queries, lengths):
+            if len(members) == 1:
+                plan.append(self._sequence(int(members[0]), window))
+                continue
+            group = lengths[members]
+            pieces = Pieces(
+                members,
+                self.first_rows[members],
+                self.starts[members],
+                self.num_queries[members],
+                key_starts[members],
+                np.full_like(group, group.max()),
+            )
+            plan.append(PaddedGroup(pieces, self, window))
+        return plan
+
+    def _fixed_plan(self, window: int | None) -> list[SingleSequence | PaddedGroup]:
+        pieces = cut_at_key_ranges(self.starts, self.num_queries, window)
+        plan: list[SingleSequence | PaddedGroup] = []
+        for num_keys in np.unique(pieces.num_keys).tolist():
+            alike = np.flatnonzero(pieces.num_keys == num_keys)
+            plan += [
+                PaddedGroup(pieces.select(alike[members]), self, window, row_multiple=FIXED_ROW_MULTIPLE)
+                for members in group_sequences(pieces.num_queries[alike], pieces.num_keys[alike])
+            ]
+        return plan
 
     def sequences(self, window: int | None) -> list[SingleSequence]:
         """The same, each sequence by itself."""

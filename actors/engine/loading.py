@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from paceline.actors.engine.attention import ATTENTION_NAME
+from paceline.actors.engine.elementwise import align_activations
 from paceline.actors.engine.errors import ModelError
 from paceline.actors.engine.packed_linear import can_pack_linears, pack_linears
+from paceline.actors.engine.quantized_linear import quantize_linears, resolve_quantization
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -55,6 +57,8 @@ def load_model(
     *,
     trust_remote_code: bool = False,
     pack_weights: bool = True,
+    quantization: str = "none",
+    deterministic: bool = True,
 ) -> PreTrainedModel:
     """Load a causal LM for inference, in evaluation mode, its attention over the paged cache.
 
@@ -63,13 +67,18 @@ def load_model(
     Args:
         folder_or_hub_id: a local folder with ``config.json`` and safetensors, or an id of the model hub.
         trust_remote_code: run code that comes with the model.
-        pack_weights: on a CPU in bfloat16, lay out the weights for its kernels (same results, faster; such a
+        pack_weights: on a CPU in bfloat16 or float32, lay out the weights for its kernels (faster; such a
             model cannot be copied or moved).
+        quantization: "int8" computes the linear layers in 8-bit integers (CPU only; another law, close to the
+            model's), "auto" does where this processor can, "none" never.
+        deterministic: on a CPU, make the layers batch-invariant: a row's result does not depend on the other
+            rows, to the bit. Needs ``pack_weights``; the attention's part is the runner's.
 
     Raises:
-        ModelError: missing folder or file, unknown architecture, no network, or a model that does not fit;
-            the text names the remedy.
+        ModelError: missing folder or file, unknown architecture, no network, a model that does not fit, or a
+            quantisation that is not available; the text names the remedy.
     """
+    quantization = resolve_quantization(quantization, device)
     config = load_model_config(folder_or_hub_id, trust_remote_code=trust_remote_code)
     with _quiet(), _explained(folder_or_hub_id):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -82,8 +91,12 @@ def load_model(
         model = model.to(device)
     model.eval()
     model.requires_grad_(False)
+    if quantization == "int8":
+        quantize_linears(model)
     if pack_weights and can_pack_linears(dtype, device):
-        pack_linears(model)
+        pack_linears(model, batch_invariant=deterministic)
+    if deterministic and device.type == "cpu":
+        align_activations(model)
     return model
 
 

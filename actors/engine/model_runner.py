@@ -24,11 +24,17 @@ __all__ = ["TransformersRunner", "kv_block_bytes"]
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
+_CHECKED_TOKENS = 24
+
+
 class TransformersRunner:
     """A ``ModelRunner`` for any ``transformers`` causal LM that takes its attention function by name.
 
     Not thread-safe. Prompt chunks, pending tokens and tails may be mixed in one batch at will: all are
-    "tokens to compute". The logits of a sequence do not depend on its neighbours beyond rounding.
+    "tokens to compute". The logits of a sequence do not depend on its neighbours beyond rounding, and with
+    ``deterministic`` on a CPU not at all: the row of a position is the same to the bit whether it was computed
+    alone, in a tail, in a prompt chunk or among other sequences. For that the model must come from
+    ``load_model(…, deterministic=True)``; ``is_batch_invariant`` finds out whether it holds.
 
     Args:
         model: from ``load_model``; its attention function is set if it is not yet.
@@ -36,6 +42,7 @@ class TransformersRunner:
         max_model_len: longest sequence; None = what the model was made for.
         device: where the model is.
         attention_backend: "paged", or "reference" (slow, one sequence after the other, in float32).
+        deterministic: see above. Has no effect on other devices.
         vocab_size: number of token ids, if the tokenizer says that the output layer is padded; None = all.
 
     Raises:
@@ -51,6 +58,7 @@ class TransformersRunner:
         max_model_len: int | None = None,
         device: torch.device,
         attention_backend: str = "paged",
+        deterministic: bool = True,
         vocab_size: int | None = None,
     ) -> None:
         if attention_backend not in BACKENDS:
@@ -64,6 +72,7 @@ class TransformersRunner:
         self._max_model_len = _checked_max_model_len(config, max_model_len)
         self._vocab_size = _checked_vocab_size(config, vocab_size)
         self._reference = attention_backend == "reference"
+        self._deterministic = deterministic and device.type == "cpu"
         self._device = device
         self._model = model
         if config._attn_implementation != ATTENTION_NAME:
@@ -109,23 +118,59 @@ class TransformersRunner:
         if not batch:
             return torch.empty(0, self._vocab_size, device=self._device)
         self._check(batch)
-        layout = StepLayout(batch, self._cache.block_size, self._device)
+        layout = StepLayout(
+            batch, self._cache.block_size, self._device, deterministic=self._deterministic
+        )
         self._check_blocks(layout)
-        token_ids = self._token_ids(batch, layout.num_tokens)
+        token_ids, positions = self._token_ids(batch, layout.num_tokens), layout.positions
         wanted = _logit_rows(batch, layout)
+        num_logits = layout.num_tokens if wanted is None else len(wanted)
+        if self._deterministic:
+            # One row alone would take other kernels: it is computed twice.
+            if layout.num_tokens == 1:
+                token_ids, positions = token_ids.expand(2), positions.expand(2)
+            elif num_logits == 1 and wanted is not None:
+                wanted = wanted.repeat(2)
         attention = PagedBatch(self._cache, layout, reference=self._reference)
+        rows = None if wanted is None else torch.from_numpy(wanted).to(self._device)
         output = self._model(
             input_ids=token_ids[None],
-            position_ids=layout.positions[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=0 if wanted is None else torch.from_numpy(wanted).to(self._device),
+            logits_to_keep=rows if rows is not None and self._keeps_logits else 0,
             paged_batch=attention,
         )
         logits: torch.Tensor = output.logits[0]
-        if wanted is not None and logits.shape[0] != len(wanted):
-            # A model that does not know logits_to_keep returns all rows.
-            logits = logits[torch.from_numpy(wanted).to(self._device)]
-        return logits[:, : self._vocab_size].float()
+        if rows is not None and not self._keeps_logits:
+            logits = logits[rows]
+        return logits[:num_logits, : self._vocab_size].float()
+
+    def is_batch_invariant(self) -> bool:
+        """Whether logits come out the same to the bit alone, in a tail and among others, as they should with
+        ``deterministic``.
+
+        They may not on a processor whose kernels behave otherwise, or in a model that multiplies by weights
+        outside of linear layers. Uses any blocks of the cache: call it before the first sequence.
+
+        Raises:
+            ValueError: the cache is too small to compare.
+        """
+        length = min(_CHECKED_TOKENS, self._max_model_len, self.num_blocks // 2 * self.block_size)
+        if length == 0:
+            raise ValueError("num_blocks must be at least 2 to compare a sequence alone and with another")
+        blocks = -(-length // self.block_size)
+        tokens = [index % self._vocab_size for index in range(7, 7 + length)]
+        table, neighbour = range(blocks), range(blocks, 2 * blocks)
+        together = self.forward(
+            [SequenceSlice(tokens, 0, table, length), SequenceSlice(tokens[::-1], 0, neighbour, length)]
+        )[:length]
+        rows, computed = [], 0
+        for size in (length // 2, 1, 1, 3, length):
+            chunk = tokens[computed : computed + size]
+            if chunk:
+                rows.append(self.forward([SequenceSlice(chunk, computed, table, len(chunk))]))
+                computed += len(chunk)
+        return torch.equal(torch.cat(rows), together)
 
     def warm_up(self, max_tokens: int) -> float:
         """Run the largest step once, so that a lack of memory shows at start-up and not under load.
@@ -165,8 +210,15 @@ class TransformersRunner:
     @torch.inference_mode()
     def _probe(self, config: Any) -> ShapeProbe:
         probe = ShapeProbe()
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        self._model(input_ids=zero, position_ids=zero, use_cache=False, logits_to_keep=1, paged_batch=probe)
+        zeros = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
+        output = self._model(
+            input_ids=zeros,
+            position_ids=zeros,
+            use_cache=False,
+            logits_to_keep=zeros[0, :1],
+            paged_batch=probe,
+        )
+        self._keeps_logits = output.logits.shape[1] == 1
         name = type(self._model).__name__
         missing = sorted(set(range(config.num_hidden_layers)) - probe.shapes.keys())
         if missing:

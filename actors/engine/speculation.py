@@ -158,6 +158,7 @@ class Speculator:
     def update_windows(self, running: Sequence[TargetSequence], now: float) -> None:
         """Tell each sequence's draft what was committed and how far to go from here."""
         num_sequences = len(running)
+        run_ahead = self.probe.run_ahead
         for sequence in running:
             draft = self._book.draft_of(sequence)
             if draft is None:
@@ -168,7 +169,7 @@ class Speculator:
                 draft.seconds_per_token,
                 draft.rtt_seconds,
                 self.step_cost((best + 1) * num_sequences),
-                self.probe.run_ahead,
+                run_ahead,
                 self._config.max_window,
             )
             self._book.report(sequence, min(window, sequence.tail_room), now)

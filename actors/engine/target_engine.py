@@ -17,7 +17,7 @@ from paceline.actors.engine.batch import ModelRunner
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.config import TargetEngineConfig
 from paceline.actors.engine.drafts import DraftBook
-from paceline.actors.engine.errors import InvalidArgumentError
+from paceline.actors.engine.errors import InvalidArgumentError, NonFiniteLogitsError
 from paceline.actors.engine.messages import (
     Cancel,
     Candidates,
@@ -178,13 +178,6 @@ class TargetEngine:
             raise ValueError(f"the model returned {logits.shape[0]} rows of logits, asked for {num_rows}")
         if num_rows == 0:
             return [Verification(0, ())] * len(counts)
-        # A NaN anywhere in a row makes its sum NaN.
-        bad_rows = torch.isnan(logits.sum(dim=1))
-        if bool(bad_rows.any()):
-            logits = torch.where(bad_rows[:, None], torch.zeros_like(logits), logits)
-            bad = bad_rows.tolist()
-        else:
-            bad = [False] * num_rows
         params = list(
             chain.from_iterable(
                 [item.sequence.sampling] * count for item, count in zip(plan.scheduled, counts, strict=True)
@@ -196,13 +189,18 @@ class TargetEngine:
                 for item, count in zip(plan.scheduled, counts, strict=True)
             )
         )
-        samples = sample(logits, params, positions)
+        try:
+            samples, bad = sample(logits, params, positions), frozenset[int]()
+        except NonFiniteLogitsError as error:
+            bad = frozenset(error.rows)
+            usable = logits.index_fill(0, torch.tensor(error.rows, device=logits.device), 0.0)
+            samples = sample(usable, params, positions)
         verifications: list[Verification | None] = []
         row = 0
         for item, count in zip(plan.scheduled, counts, strict=True):
             if count == 0:
                 verifications.append(Verification(0, ()))
-            elif any(bad[row : row + count]):
+            elif bad and not bad.isdisjoint(range(row, row + count)):
                 verifications.append(None)
             else:
                 verifications.append(verify_coupled(item.tail, samples[row : row + count]))

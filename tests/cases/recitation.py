@@ -7,7 +7,6 @@ two special tokens. What it says from any token on is therefore known without as
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -55,7 +54,7 @@ class Recitation:
         for path, end in (
             (self.scripts, self.eos),
             (self.characters, self.eos),
-            ([self.eos, *others], self.scripts[0]),
+            ([*others, self.eos], self.scripts[0]),
         ):
             for token_id, following in zip(path, [*path[1:], end], strict=True):
                 self.next[token_id] = following
@@ -83,12 +82,11 @@ class Recitation:
             tokenizer_object=backend, bos_token=BOS, eos_token=EOS, chat_template=CHAT_TEMPLATE
         )
 
-    def save(self, folder: Path, *, num_layers: int, wrong_at: Iterable[int] = ()) -> str:
+    def save(self, folder: Path, *, num_layers: int) -> str:
         """Write a model folder; returns its path.
 
         Args:
             num_layers: what they compute adds nothing, but takes its time.
-            wrong_at: tokens after which this model says something else.
         """
         model = LlamaForCausalLM(
             LlamaConfig(
@@ -104,7 +102,6 @@ class Recitation:
                 tie_word_embeddings=False,
             )
         )
-        wrong = frozenset(wrong_at)
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             embeddings = torch.randn(self.vocab_size, 64, generator=generator)
@@ -112,9 +109,7 @@ class Recitation:
             embeddings = torch.nn.functional.normalize(embeddings, dim=1)
             head = torch.zeros(self.vocab_size, 64)
             for token_id, following in enumerate(self.next):
-                head[(following + 1) % self.vocab_size if token_id in wrong else following] += (
-                    5.0 * embeddings[token_id]
-                )
+                head[following] += 5.0 * embeddings[token_id]
             model.model.embed_tokens.weight.copy_(embeddings)
             model.lm_head.weight.copy_(head)
             for layer in model.model.layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +11,10 @@ from tests.engine.models import eager_copy
 
 NEAR_TIE = 1e-4
 """A difference of float32 logits that the order of summation may turn round."""
+
+
+class NearTieError(AssertionError):
+    """A prompt that is unfit for a comparison."""
 
 
 class Reference:
@@ -26,8 +30,9 @@ class Reference:
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """The next ``num_tokens`` token ids.
 
-        Fails where the two best tokens of a position are closer than ``NEAR_TIE``: such a prompt tells
-        nothing about whoever goes the other way.
+        Raises:
+            NearTieError: the two best tokens of a position are closer than ``NEAR_TIE``. Such a prompt
+                tells nothing about whoever goes the other way.
         """
         known = self._known.get(tuple(prompt), [])
         if len(known) < num_tokens:
@@ -44,6 +49,18 @@ class Reference:
             logits = self._model(input_ids=output, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
             logits[:, self._never] = -torch.inf
             best = logits.topk(2, dim=1).values
-            assert float((best[:, 0] - best[:, 1]).min()) > NEAR_TIE, "this prompt has a near tie: take another"
+            if float((best[:, 0] - best[:, 1]).min()) <= NEAR_TIE:
+                raise NearTieError(f"{prompt} has a near tie within {num_tokens} tokens: take another prompt")
             known = self._known[tuple(prompt)] = output[0, len(prompt) :].tolist()
         return known[:num_tokens]
+
+    def clear(self, prompts: Iterable[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
+        """Those of ``prompts`` that are fit for a comparison of so many tokens."""
+        found = []
+        for prompt in prompts:
+            try:
+                self.greedy(prompt, num_tokens)
+            except NearTieError:
+                continue
+            found.append(prompt)
+        return found

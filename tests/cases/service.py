@@ -72,7 +72,7 @@ class Answer:
 
 
 class Service:
-    """Start it, ask it, hurt its parts, stop it.
+    """Start it, ask it, hurt its parts, stop it (or ``async with``).
 
     Args:
         model: source of the targets' model.
@@ -120,6 +120,18 @@ class Service:
         self.logic = GenerationLogic(self.gateway, self.codec, ServiceInfo("tiny", draft or ""))
         self._ids = itertools.count()
         self._discovery: asyncio.Task[None] | None = None
+        self.running = False
+
+    async def __aenter__(self) -> Service:
+        return await self.start()
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stops it. Nothing may be left of any request by then."""
+        try:
+            if kind is None:
+                await self.wait_until_idle()
+        finally:
+            await self.stop()
 
     # ------------------------------------------------------------ parts
 
@@ -129,7 +141,8 @@ class Service:
             await self.add_target()
         for _ in range(self._num_drafts):
             await self.add_draft()
-        await until(lambda: self.complete, what="everything is attached", seconds=60)
+        await self.wait_until_complete(60)
+        self.running = True
         return self
 
     async def add_target(self) -> TargetActor:
@@ -161,6 +174,9 @@ class Service:
             len(target.drafts) == len(self.drafts) for target in self.targets.values()
         )
 
+    async def wait_until_complete(self, seconds: float = 20.0) -> None:
+        await until(lambda: self.complete, what="everything is attached", seconds=seconds)
+
     async def stop_target(self, target_id: str, grace: float = 0.0) -> None:
         del self.addresses[target_id]
         await self.targets.pop(target_id).stop(grace)
@@ -170,6 +186,7 @@ class Service:
         await draft.stop()
 
     async def stop(self) -> None:
+        self.running = False
         if self._discovery is not None:
             self._discovery.cancel()
             await asyncio.wait({self._discovery})

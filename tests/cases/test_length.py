@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -80,7 +79,9 @@ async def test_one_more_than_the_model_holds_is_refused(services: dict[str, Serv
     service = services["equal"]
     with pytest.raises(InvalidArgumentError, match=r"stopping\.max_tokens: must be in \[1, 12\]"):
         await service.generate(token_ids=[1] * (MAX_MODEL_LEN - 12), max_tokens=13)
-    with pytest.raises(InvalidArgumentError, match=r"token_ids\.ids: has 512 tokens; it may have at most 511"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"token_ids\.ids: has 512 tokens; it may have at most 511"
+    ):
         await service.generate(token_ids=[1] * MAX_MODEL_LEN, max_tokens=1)
 
 
@@ -105,9 +106,8 @@ async def short_draft(
     else:
         source = tiny.drafts["equal"]
         engine = DraftEngineConfig(max_model_len=DRAFT_LEN)
-    service = await Service(tiny.target, source, draft_engine=engine).start()
-    yield service
-    await service.stop()
+    async with Service(tiny.target, source, draft_engine=engine) as service:
+        yield service
 
 
 async def test_requests_past_the_drafts_length(short_draft: Service, tiny: TinyModels) -> None:
@@ -128,7 +128,7 @@ async def test_requests_past_the_drafts_length(short_draft: Service, tiny: TinyM
             assert answer.speculation.draft_tokens == 0
     grown = answers[-2]
     assert any(grown.accepted[: DRAFT_LEN - len(growing)])
-    assert not any(grown.accepted[DRAFT_LEN :])
+    assert not any(grown.accepted[DRAFT_LEN:])
     assert answers[-1].speculation.accepted_tokens > 0
     # Still the same draft, and of use to who comes next.
     short_draft.drafts[0].health()
@@ -142,14 +142,13 @@ async def test_requests_past_the_drafts_length(short_draft: Service, tiny: TinyM
 
 async def test_pools_too_small_for_all_at_once(tiny: TinyModels) -> None:
     """Targets preempt and drafts decline; nobody's tokens change."""
-    service = await Service(
+    async with Service(
         tiny.target,
         tiny.drafts["noised"],
         num_blocks=20,
         draft_blocks=12,
         target_engine=TargetEngineConfig(num_speculative_tokens=4, ngram=NO_LOOKUP),
-    ).start()
-    try:
+    ) as service:
         prompts = [[index, index + 1, index + 2] * 5 for index in range(8)]
         answers = await service.stream_all(*(greedy(prompt, 80) for prompt in prompts))
         assert [answer.token_ids for answer in answers] == [
@@ -167,28 +166,21 @@ async def test_pools_too_small_for_all_at_once(tiny: TinyModels) -> None:
         assert alone.token_ids == tiny.reference.greedy(prompt, 30)
         with pytest.raises(InvalidArgumentError, match=r"stopping\.max_tokens"):
             await service.generate(token_ids=prompt, max_tokens=31)
-        await service.wait_until_idle()
-    finally:
-        await service.stop()
 
 
 async def test_prompts_longer_than_a_step(tiny: TinyModels) -> None:
     """Prompts computed in chunks of both models, while others decode."""
-    service = await Service(
+    async with Service(
         tiny.target,
         tiny.drafts["noised"],
         target_engine=TargetEngineConfig(
             max_num_seqs=16, max_num_batched_tokens=48, num_speculative_tokens=4, ngram=NO_LOOKUP
         ),
         draft_engine=DraftEngineConfig(max_num_seqs=16, max_num_batched_tokens=32),
-    ).start()
-    try:
+    ) as service:
         prompts = [[3, 4], *([(7 * i + n) % 256 for i in range(n)] for n in (47, 48, 49, 200, 301))]
         answers = await service.stream_all(*(greedy(prompt, 60) for prompt in prompts))
         assert [answer.token_ids for answer in answers] == [
             tiny.reference.greedy(prompt, 60) for prompt in prompts
         ]
         assert all(answer.speculation.draft_tokens > 0 for answer in answers)
-        await service.wait_until_idle()
-    finally:
-        await service.stop()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.actors.engine.config import TargetEngineConfig
 from tests.cases.conftest import DRAFTS, TinyModels
 from tests.cases.service import Answer, Service
 
@@ -50,10 +51,10 @@ async def test_greedy_is_plain_generation(
     services: dict[str, Service], tiny: TinyModels, draft: str, num_speculative_tokens: int
 ) -> None:
     answers = await services[draft].stream_all(
-        *(greedy(prompt, 48, num_speculative_tokens) for prompt in PROMPTS)
+        *(greedy(prompt, 96, num_speculative_tokens) for prompt in PROMPTS)
     )
     assert [answer.token_ids for answer in answers] == [
-        tiny.reference.greedy(prompt, 48) for prompt in PROMPTS
+        tiny.reference.greedy(prompt, 96) for prompt in PROMPTS
     ]
     check_exercised(draft, answers)
     for answer in answers:
@@ -93,6 +94,21 @@ async def test_neighbours_with_unequal_tails_do_not_mix(
     check_exercised("noised", answers)
 
 
+async def test_drafts_and_lookup_side_by_side(tiny: TinyModels) -> None:
+    """B01 with the service's defaults: tails of either source, as long as is worth it."""
+    prompts: list[Any] = [[a, b] * 10 for a, b in zip(range(60, 66), range(90, 96), strict=True)]
+    prompts += tiny.reference.clear(([n, n + 1] for n in range(10)), 64)[:6]
+    engine = TargetEngineConfig(max_num_batched_tokens=512)
+    async with Service(tiny.target, tiny.drafts["noised"], target_engine=engine) as service:
+        answers = await service.stream_all(*(greedy(prompt, 64) for prompt in prompts))
+        (state,) = await service.target_state()
+    assert [answer.token_ids for answer in answers] == [
+        tiny.reference.greedy(prompt, 64) for prompt in prompts
+    ]
+    assert 0 < state["num_lookup_tokens_total"] < state["num_draft_tokens_total"]
+    check_exercised("noised", answers)
+
+
 async def test_each_request_keeps_its_own_bound(services: dict[str, Service], tiny: TinyModels) -> None:
     """One batch of tails of 0 to 8 tokens, greedy and sampled rows side by side."""
     bounds = [0, 1, 2, 4, 8, 3, 0, 8]
@@ -127,8 +143,8 @@ async def test_full_acceptance_leaves_no_hole_in_the_draft(
     services: dict[str, Service], tiny: TinyModels
 ) -> None:
     """B09: without the KV of the bonus token a draft of equal weights would be wrong now and then."""
-    answer = await services["equal"].stream(**greedy([5, 6, 7], 256, 4))
-    assert answer.token_ids == tiny.reference.greedy([5, 6, 7], 256)
+    answer = await services["equal"].stream(**greedy([6, 7, 8], 256, 4))
+    assert answer.token_ids == tiny.reference.greedy([6, 7, 8], 256)
     speculation = answer.speculation
     assert speculation.accepted_tokens >= 0.97 * speculation.draft_tokens
     assert len(speculation.accepted_per_position) == 4

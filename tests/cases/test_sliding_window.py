@@ -16,7 +16,7 @@ from tests.integration.tiny_models import save
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
-PROMPTS = (list(range(8)), [9] * 8, list(range(30, 30 + 3 * SLIDING_WINDOW)))
+PROMPTS = (list(range(8)), [9] * 8, list(range(31, 31 + 3 * SLIDING_WINDOW)))
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,7 @@ async def test_greedy_is_plain_generation(
     reference = Reference(model)
     target = save(model, tmp_path / "target")
     for draft in (model, noised(model, noise)):
-        service = await Service(target, save(draft, tmp_path / "draft")).start()
-        try:
+        async with Service(target, save(draft, tmp_path / "draft")) as service:
             answers = await service.stream_all(
                 *(greedy(prompt, 64, bound) for prompt in PROMPTS for bound in (4, 8))
             )
@@ -40,6 +39,3 @@ async def test_greedy_is_plain_generation(
             ]
             assert sum(answer.speculation.accepted_tokens for answer in answers) > 0
             assert draft is model or sum(answer.num_rejected for answer in answers) > 0
-            await service.wait_until_idle()
-        finally:
-            await service.stop()

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from paceline.actors.engine.config import DraftEngineConfig, TargetEngineConfig
 from paceline.actors.engine.config import NgramConfig as EngineNgramConfig
+from paceline.cluster.actor_specs import draft_spec, target_spec
 from paceline.cluster.config import (
     DraftConfig,
     NgramConfig,
@@ -80,6 +81,21 @@ def test_a_draft_has_the_served_models_number_format_unless_it_says_otherwise() 
     assert load_config({**content, "draft": {"model": "d", "dtype": "bfloat16"}}).draft_dtype == "bfloat16"
 
 
+def test_drafts_are_quantised_where_they_can_and_targets_only_when_asked() -> None:
+    config = load_config({"model": "m", "draft": "d"})
+    assert (target_spec(config, "t").model.quantization, draft_spec(config, "d").model.quantization) == (
+        "none",
+        "auto",
+    )
+    config = load_config(
+        {"model": "m", "target": {"quantization": "int8"}, "draft": {"model": "d", "quantization": "none"}}
+    )
+    assert (target_spec(config, "t").model.quantization, draft_spec(config, "d").model.quantization) == (
+        "int8",
+        "none",
+    )
+
+
 def test_a_configuration_is_immutable_and_travels() -> None:
     config = load_config({"model": "m", "draft": "d", "target": {"max_num_seqs": 3}})
     with pytest.raises(ValidationError):
@@ -111,6 +127,12 @@ def test_whole_numbers_do_for_numbers() -> None:
         ),
         ({"model": 3}, "model: is 3 — give a text (quote it: '...')"),
         ({"model": ""}, "model: is empty — give a name, or remove the key"),
+        (
+            {"draft": {"model": "d", "quantization": "int4"}},
+            "draft.quantization: is 'int4' — give auto, none or int8",
+        ),
+        # What is served must not hang on which processor a replica finds.
+        ({"target": {"quantization": "auto"}}, "target.quantization: is 'auto' — give none or int8"),
         ({"dtype": "fp8"}, "dtype: is 'fp8' — give auto, float32, bfloat16 or float16"),
         ({"trust_remote_code": "yes"}, "trust_remote_code: is 'yes' — give true or false"),
         ({"draft": {"num_replicas": 1}}, "draft.model: is missing — add it"),
@@ -181,6 +203,14 @@ def test_a_wrong_value_is_refused(content: dict[str, Any], problem: str) -> None
         (
             {"target": {"device": "cuda", "ray_actor_options": {"num_gpus": 0}}},
             "target.ray_actor_options.num_gpus: is 0, yet device is cuda",
+        ),
+        (
+            {"target": {"device": "cuda", "quantization": "int8"}},
+            "target.quantization: int8 is not available on cuda",
+        ),
+        (
+            {"draft": {"model": "d", "device": "cuda", "quantization": "int8"}},
+            "draft.quantization: int8 is not available on cuda",
         ),
         ({"speculation": {"ngram": {"min_n": 5}}}, "speculation.ngram.min_n: is 5, above max_n = 4"),
         (

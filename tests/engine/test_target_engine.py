@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
 from paceline.actors.engine.messages import Cancel, Candidates, Decline, Submit
@@ -449,14 +449,23 @@ def test_runner_exception_ends_its_batch_and_is_reported() -> None:
     assert network.target.wait_seconds() is None
 
 
-def test_nan_row_ends_only_its_sequence() -> None:
+@pytest.mark.parametrize(
+    ("columns", "value"),
+    [
+        (slice(None), math.nan),
+        (slice(5, 6), math.nan),
+        (slice(5, 6), math.inf),
+        (slice(None), -math.inf),
+    ],
+)
+def test_a_row_without_a_law_ends_only_its_sequence(columns: slice, value: float) -> None:
     class Poisoned(HashRunner):
         def forward(self, batch):  # type: ignore[no-untyped-def, override]
             logits = super().forward(batch)
             row = 0
             for item in batch:
                 if 31 in item.token_ids[:1] and item.num_logits:
-                    logits[row] = torch.nan
+                    logits[row, columns] = value
                 row += item.num_logits
             return logits
 

@@ -1,0 +1,193 @@
+"""Where text ends: stop tokens, stop strings and the model's own end, anywhere in an accepted block."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from paceline.protos import generation_pb2 as proto
+from tests.cases.conftest import Reciters, TinyModels
+from tests.cases.recitation import CHARACTERS, SCRIPTS
+from tests.cases.service import Answer, Service
+from tests.cases.test_output_equality import greedy
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+
+def recite(reciters: Reciters, start: int, max_tokens: int, bound: int, **options: Any) -> dict[str, Any]:
+    """CHARACTERS after the one with index ``start``."""
+    prompt = [reciters.recitation.characters[start]]
+    return greedy(prompt, max_tokens, bound) | options
+
+
+def place_in_block(answer: Answer) -> int:
+    """How many accepted draft tokens the answer ends with."""
+    length = 0
+    for accepted in reversed(answer.accepted):
+        if not accepted:
+            break
+        length += 1
+    return length
+
+
+async def check_whole(service: Service, answer: Answer, options: dict[str, Any]) -> None:
+    """The unary call says the same, and usage counts what was given."""
+    response = await service.generate(**options)
+    (choice,) = response.choices
+    assert list(choice.token_ids) == answer.token_ids
+    assert choice.text == answer.text
+    assert choice.finish_reason == answer.last.finish_reason
+    assert response.usage == answer.last.usage
+    assert answer.last.usage.completion_tokens == len(answer.token_ids)
+
+
+# ---------------------------------------------------------------- stop tokens
+
+
+async def test_stop_token_inside_a_block(services: dict[str, Service], tiny: TinyModels) -> None:
+    """B18: every token of the first 24 in turn is declared the stop token."""
+    prompt, expected = [7, 3, 9], tiny.reference.greedy([7, 3, 9], 64)
+    requests = [greedy(prompt, 64, 8) | {"stop_token_ids": [token_id]} for token_id in expected[:24]]
+    answers = await services["equal"].stream_all(*requests)
+    for token_id, answer in zip(expected, answers, strict=False):
+        assert answer.token_ids == expected[: expected.index(token_id) + 1]
+        assert answer.last.finish_reason == proto.FINISH_REASON_STOP
+        assert answer.last.usage.completion_tokens == len(answer.token_ids)
+    # A step's last token is never an accepted one: these ended inside a block.
+    places = [place_in_block(answer) for answer in answers]
+    assert sum(place > 0 for place in places) >= 6
+    assert max(places) >= 3
+
+
+async def test_stop_token_counts_from_min_tokens_on(services: dict[str, Service], tiny: TinyModels) -> None:
+    expected = tiny.reference.greedy([7, 3, 9], 64)
+    repeated = next(token_id for token_id in expected[:30] if expected.count(token_id) > 1)
+    first = expected.index(repeated)
+    second = expected.index(repeated, first + 1)
+    options = greedy([7, 3, 9], 64, 8) | {"stop_token_ids": [repeated]}
+    for min_tokens, end in ((first + 1, first), (first + 2, second), (second + 1, second), (64, 63)):
+        answer = await services["equal"].stream(**options, min_tokens=min_tokens)
+        assert answer.token_ids == expected[: end + 1]
+
+
+async def test_the_models_own_end_inside_a_block(reciting: Service, reciters: Reciters) -> None:
+    """At each distance of 1 to 12 tokens; with ``ignore_eos`` it is a token like any other."""
+    recitation = reciters.recitation
+    total = len(CHARACTERS)
+    distances = range(1, 13)
+    requests = [recite(reciters, total - distance, 40, 8, ignore_eos=False) for distance in distances]
+    answers = await reciting.stream_all(*requests)
+    for distance, answer in zip(distances, answers, strict=True):
+        assert answer.token_ids == [*recitation.characters[total - distance + 1 :], recitation.eos]
+        assert answer.text == CHARACTERS[total - distance + 1 :]
+        assert answer.last.finish_reason == proto.FINISH_REASON_STOP
+    assert max(place_in_block(answer) for answer in answers) >= 3
+    for options, answer in list(zip(requests, answers, strict=True))[::4]:
+        await check_whole(reciting, answer, options)
+        past = await reciting.stream(**options | {"ignore_eos": True})
+        assert past.token_ids == recitation.follow(options["token_ids"][0], 40)
+        assert past.text.startswith(answer.text + SCRIPTS[:5])
+
+
+# ---------------------------------------------------------------- stop strings
+
+
+async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciters: Reciters) -> None:
+    """B20, B21, B22: text, ids and usage are cut together."""
+    recitation = reciters.recitation
+    indices = range(1, 36)
+    requests = [recite(reciters, 0, 64, 16, stop=[CHARACTERS[index]]) for index in indices]
+    answers = await reciting.stream_all(*requests)
+    for index, answer in zip(indices, answers, strict=True):
+        assert answer.text == CHARACTERS[1:index]
+        assert answer.token_ids == recitation.characters[1 : index + 1]
+        assert answer.last.finish_reason == proto.FINISH_REASON_STOP
+        assert answer.last.usage.completion_tokens == index
+    places = {place_in_block(answer) for answer in answers}
+    assert len(places) >= 5
+    assert max(places) >= 6
+    for index in (0, 17, 34):
+        await check_whole(reciting, answers[index], requests[index])
+
+
+async def test_ids_end_with_the_token_that_completes_the_string(
+    reciting: Service, reciters: Reciters
+) -> None:
+    """B21: tokens of several characters, so that the stop string begins and ends within tokens."""
+    recitation = reciters.recitation
+    start = recitation.scripts[0]
+    said = recitation.follow(start, 100)
+    text = reciting.codec.decode(said)
+    stops = [text[index : index + length] for index in range(4, 60, 3) for length in (1, 2, 5)]
+    requests = [greedy([start], 100, 8) | {"stop": [stop]} for stop in stops]
+    answers = await reciting.stream_all(*requests)
+    for stop, answer in zip(stops, answers, strict=True):
+        assert answer.text == text[: text.index(stop)]
+        assert answer.token_ids == said[: len(answer.token_ids)]
+        assert stop in reciting.codec.decode(answer.token_ids)
+        assert stop not in reciting.codec.decode(answer.token_ids[:-1])
+        assert answer.last.usage.completion_tokens == len(answer.token_ids)
+    assert max(place_in_block(answer) for answer in answers) > 1
+
+
+async def test_no_part_of_a_stop_string_is_streamed(reciting: Service, reciters: Reciters) -> None:
+    """B25: it straddles tokens and steps; each piece of the stream must end before it."""
+    for index in range(3, 30, 3):
+        stop = CHARACTERS[index : index + 6]
+        for bound in (0, 4):
+            answer = await reciting.stream(**recite(reciters, 0, 64, bound, stop=[stop]))
+            assert answer.text == CHARACTERS[1:index]
+            assert answer.last.finish_reason == proto.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize("bound", [0, 1, 8])
+async def test_text_held_back_comes_out_at_the_end(reciting: Service, reciters: Reciters, bound: int) -> None:
+    """B25: the text ends with what could have been the beginning of a stop string."""
+    by_length = recite(reciters, 0, 30, bound, stop=[CHARACTERS[28:31] + "ZZZ", CHARACTERS[30] + "!"])
+    by_end = recite(reciters, 70, 60, bound, stop=[CHARACTERS[-3:] + "ZZZ"], ignore_eos=False)
+    for options, expected, reason in (
+        (by_length, CHARACTERS[1:31], proto.FINISH_REASON_LENGTH),
+        (by_end, CHARACTERS[71:], proto.FINISH_REASON_STOP),
+    ):
+        answer = await reciting.stream(**options)
+        assert answer.text == expected
+        assert answer.last.finish_reason == reason
+        await check_whole(reciting, answer, options)
+
+
+async def test_a_stop_string_does_not_count_before_min_tokens(reciting: Service, reciters: Reciters) -> None:
+    stop = [CHARACTERS[5], CHARACTERS[12]]
+    answer = await reciting.stream(**recite(reciters, 0, 40, 8, stop=stop, min_tokens=8))
+    assert answer.text == CHARACTERS[1:12]
+    answer = await reciting.stream(**recite(reciters, 0, 40, 8, stop=stop, min_tokens=5))
+    assert answer.text == CHARACTERS[1:5]
+
+
+async def test_the_first_of_several_ends_wins(reciting: Service, reciters: Reciters) -> None:
+    """Stop string, stop token, model's end and max_tokens in one block, in every order."""
+    characters = reciters.recitation.characters
+    for string, token, length in ((4, 7, 9), (7, 4, 9), (9, 7, 4), (6, 6, 6), (20, 20, 6)):
+        answer = await reciting.stream(
+            **recite(reciters, 0, length, 16, stop=[CHARACTERS[string]], stop_token_ids=[characters[token]])
+        )
+        end = min(string, token, length)
+        assert answer.token_ids == characters[1 : end + 1]
+        # The text of a stop token stays, that of a stop string does not.
+        assert answer.text == CHARACTERS[1 : end if string == end else end + 1]
+        stopped = min(string, token) <= length
+        assert answer.last.finish_reason == (
+            proto.FINISH_REASON_STOP if stopped else proto.FINISH_REASON_LENGTH
+        )
+
+
+async def test_a_stop_string_frees_the_sequence_at_once(reciting: Service, reciters: Reciters) -> None:
+    """The target does not go on to max_tokens when the gateway has found the end."""
+    (before,) = await reciting.target_state()
+    requests = [recite(reciters, 0, 900, 4, stop=[CHARACTERS[12]]) for _ in range(8)]
+    await asyncio.gather(*(reciting.generate(**options) for options in requests))
+    await reciting.wait_until_idle()
+    (after,) = await reciting.target_state()
+    # Twelve each are the answer. A few more are on their way when the gateway sees it.
+    assert after["num_committed_tokens_total"] - before["num_committed_tokens_total"] < 8 * 120

@@ -1,0 +1,87 @@
+"""Streams on emulated models in which something is killed or frozen midway."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.integration.conftest import Service, wait_until
+
+STEP_SECONDS = 0.02
+MODEL = "emulated://breakaway?vocab_size=512&base_ms=20&support=6&max_model_len=1024"
+DRAFT_MODEL = MODEL.replace("base_ms=20", "base_ms=4") + "&acceptance=0.6"
+MAX_TOKENS = 400
+MIDDLE = 100
+"""Tokens of a stream after which something happens."""
+LONGEST_PAUSE_SECONDS = 1.0 + STEP_SECONDS
+REPLACED_SECONDS = 90
+
+
+def configuration(num_targets: int, num_drafts: int) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "draft": {"model": DRAFT_MODEL, "num_replicas": num_drafts, "num_threads": 1},
+        "target": {"num_replicas": num_targets, "kv_cache": {"num_blocks": 2048}, "num_threads": 1},
+        # Fixed, lest on busy processors drafts be found not worth it; what is accepted came from a draft.
+        "speculation": {"num_speculative_tokens": 4, "ngram": {"enabled": False}},
+    }
+
+
+@dataclass
+class Stream:
+    """What came, and when."""
+
+    token_ids: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    """Per token: whether a draft had proposed it."""
+    times: list[float] = field(default_factory=list)
+    """Per chunk."""
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds between two chunks."""
+        return max(later - earlier for earlier, later in itertools.pairwise(self.times))
+
+
+def collect(service: Service, seed: int, in_the_middle: Callable[[], None] | None = None) -> Stream:
+    """Run one stream to its end; ``in_the_middle`` is called once, after ``MIDDLE`` tokens."""
+    stream = Stream()
+    for chunk in service.stream(prompt="attack", max_tokens=MAX_TOKENS, seed=seed):
+        stream.token_ids.extend(chunk.token_ids)
+        stream.accepted.extend(chunk.accepted)
+        stream.times.append(time.monotonic())
+        if in_the_middle is not None and len(stream.token_ids) >= MIDDLE:
+            in_the_middle()
+            in_the_middle = None
+    return stream
+
+
+def collect_all(
+    service: Service, seeds: Sequence[int], in_the_middle: Callable[[], None] | None = None
+) -> list[Stream]:
+    """All at a time; ``in_the_middle`` is called by the first."""
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        return list(
+            pool.map(lambda seed: collect(service, seed, in_the_middle if seed == seeds[0] else None), seeds)
+        )
+
+
+def token_ids(streams: Sequence[Stream]) -> list[list[int]]:
+    return [stream.token_ids for stream in streams]
+
+
+def wait_for_full_strength(service: Service) -> None:
+    """Every target has every draft, and Serve counts all as running."""
+    draft = service.config.draft
+    assert draft is not None
+    num_targets, num_drafts = service.config.target.num_replicas, draft.num_replicas
+
+    def complete() -> bool:
+        attached = [len(target["drafts"]) for target in service.replicas("target")]
+        return attached == [num_drafts] * num_targets and len(service.replicas("draft")) == num_drafts
+
+    wait_until(complete, timeout_seconds=REPLACED_SECONDS, what="every target has every draft")
