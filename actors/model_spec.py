@@ -45,6 +45,8 @@ class ModelSpec:
     max_model_len: int | None = None
     """Longest sequence in tokens; None = the model's own."""
     trust_remote_code: bool = False
+    deterministic: bool = True
+    """Batch-invariant numerics, on a CPU: logits do not depend on what else is in the step, to the bit."""
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -123,7 +125,7 @@ def _load_transformers(spec: ModelSpec, source: str) -> LoadedModel:
                 f"({block_bytes} bytes); raise the memory or lower block_size"
             )
     if quantization != "none":
-        logger.info("model %s: its linear layers compute in %s", spec.source, quantization)
+        logger.info("model %s: its large linear layers compute in %s", spec.source, quantization)
     num_ids = max(vocabulary.values()) + 1
     num_rows = int(config.get_text_config().vocab_size)
     runner = TransformersRunner(
@@ -133,13 +135,23 @@ def _load_transformers(spec: ModelSpec, source: str) -> LoadedModel:
             torch.device(device),
             trust_remote_code=spec.trust_remote_code,
             quantization=quantization,
+            deterministic=spec.deterministic,
         ),
         num_blocks=num_blocks,
         block_size=spec.block_size,
         max_model_len=spec.max_model_len,
         device=torch.device(device),
         vocab_size=min(num_ids, num_rows),
+        deterministic=spec.deterministic,
     )
+    if spec.deterministic and device == "cpu" and num_blocks > 1 and not runner.is_batch_invariant():
+        logger.warning(
+            "model %s: its logits depend on what else is in a step, although deterministic is set: this "
+            "processor's kernels, or weights outside of linear layers, do not allow for it. In %s the tokens "
+            "of a request may differ from run to run where two are nearly as likely",
+            spec.source,
+            str(dtype).removeprefix("torch."),
+        )
     return LoadedModel(runner, vocabulary_hash(vocabulary))
 
 

@@ -31,8 +31,6 @@ import contextlib
 import itertools
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
@@ -42,9 +40,9 @@ from typing import Annotated, Any
 import grpc.aio
 import typer
 
-from benchmarks.processes import ProcessorTime, processor_time
+from benchmarks.processes import processor_time
+from benchmarks.profiling import finish_profilers, start_profilers
 from benchmarks.report import print_table, write_json
-from benchmarks.stacks import engine_parts
 from paceline.actors.engine.step_times import WINDOW
 from paceline.cluster.cli_status import collect_status
 from paceline.cluster.config import PacelineConfig, load_config
@@ -63,9 +61,6 @@ MEASURE_SECONDS = 4.0
 MAX_SECONDS = 40.0
 """At most, should the steps be slow."""
 POLL_SECONDS = 0.5
-PROFILED = ("target", "draft", "gateway")
-PY_SPY = str(Path(sys.executable).with_name("py-spy"))
-"""Of the extra ``bench``."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +75,11 @@ class Load:
     def name(self) -> str:
         kind = "drafts" if self.drafted else "plain"
         return f"{self.num_sequences} × {kind}, T={self.temperature:g}"
+
+    @property
+    def slug(self) -> str:
+        """For the names of files."""
+        return f"{self.num_sequences}-{'drafts' if self.drafted else 'plain'}-t{self.temperature:g}"
 
     def request(self, seed: int) -> proto.GenerateRequest:
         request = proto.GenerateRequest()
@@ -199,8 +199,9 @@ async def measure(stub: Any, load: Load, seeds: itertools.count[int], profiles: 
         await asyncio.sleep(WARM_UP_SECONDS)
         before, time_before = await engine_status(), processor_time()
         tokens, chunks = received.num_tokens, received.num_chunks
-        profilers = start_profilers(profiles, load, time_before) if profiles else []
-        after, looks = before, []
+        profilers = start_profilers(profiles, load.slug, time_before, MEASURE_SECONDS) if profiles else []
+        after = before
+        looks: list[dict[str, Any]] = []
         elapsed = 0.0
         while elapsed < MEASURE_SECONDS or (not looks and elapsed < MAX_SECONDS):
             await asyncio.sleep(POLL_SECONDS)
@@ -248,38 +249,6 @@ def median_times(looks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
         for part in parts
     }
-
-
-@dataclass(frozen=True)
-class Profiler:
-    """py-spy on one process: collapsed stacks of its threads."""
-
-    role: str
-    process: subprocess.Popen[bytes]
-    output: Path
-
-
-def start_profilers(folder: Path, load: Load, processes: ProcessorTime) -> list[Profiler]:
-    """On each Python process of the service, for a little less than the measurement takes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    profilers = []
-    for role in PROFILED:
-        for pid in processes.pids(role):
-            kind = "drafts" if load.drafted else "plain"
-            output = folder / f"{load.num_sequences}-{kind}-t{load.temperature:g}-{role}.txt"
-            command = [PY_SPY, "record", "--pid", str(pid), "--duration", str(int(MEASURE_SECONDS))]
-            command += ["--rate", "250", "--threads", "--format", "raw", "--output", str(output)]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            profilers.append(Profiler(role, process, output))
-    return profilers
-
-
-def finish_profilers(profilers: Sequence[Profiler]) -> dict[str, float]:
-    """Parts of the target's engine thread. Raises: RuntimeError if py-spy could not look at a process."""
-    for profiler in profilers:
-        if profiler.process.wait() != 0:
-            raise RuntimeError(f"py-spy failed on the {profiler.role}; it needs the right to trace processes")
-    return next((engine_parts(item.output) for item in profilers if item.role == "target"), {})
 
 
 async def measure_all(address: str, loads: Sequence[Load], profiles: Path | None) -> list[Result]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 CLIENT, RAY = "client", "ray"
 ROLES = {

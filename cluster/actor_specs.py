@@ -29,7 +29,12 @@ def target_spec(config: PacelineConfig, target_id: str) -> TargetSpec:
     return TargetSpec(
         target_id=target_id,
         model=model_spec(
-            pool, config.model, config.dtype, pool.quantization, trust_remote_code=config.trust_remote_code
+            pool,
+            config.model,
+            config.dtype,
+            pool.quantization,
+            trust_remote_code=config.trust_remote_code,
+            deterministic=config.deterministic,
         ),
         served_model_name=config.model_name,
         engine=engine,
@@ -53,6 +58,7 @@ def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
             config.draft_dtype,
             pool.quantization,
             trust_remote_code=config.trust_remote_code,
+            deterministic=config.deterministic,
         ),
         engine=DraftEngineConfig(
             max_num_seqs=pool.max_num_seqs,
@@ -63,7 +69,13 @@ def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
 
 
 def model_spec(
-    pool: ModelPool, source: str, dtype: str, quantization: str, *, trust_remote_code: bool
+    pool: ModelPool,
+    source: str,
+    dtype: str,
+    quantization: str,
+    *,
+    trust_remote_code: bool,
+    deterministic: bool,
 ) -> ModelSpec:
     """A pool's model. ``auto`` stands for bfloat16, as the configuration promises."""
     return ModelSpec(
@@ -77,4 +89,5 @@ def model_spec(
         kv_cache_bytes=round(pool.kv_cache.memory_gb * BYTES_PER_GB),
         max_model_len=pool.max_model_len,
         trust_remote_code=trust_remote_code,
+        deterministic=deterministic,
     )

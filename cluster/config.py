@@ -197,8 +197,8 @@ class TargetConfig(ModelPool):
     max_num_waiting: Count = 256
     """Most sequences that may queue at one replica; one more is refused as RESOURCE_EXHAUSTED."""
     quantization: Literal["none", "int8"] = "none"
-    """none, or int8: the linear layers compute in 8-bit integers, on CPU only. What is served is then the
-    quantised model, whose outputs differ from the model's own."""
+    """none, or int8: the large linear layers compute in 8-bit integers, on CPU only. What is served is then
+    the quantised model, whose outputs differ from the model's own."""
 
     @model_validator(mode="after")
     def _device_quantizes(self) -> TargetConfig:
@@ -214,8 +214,8 @@ class DraftConfig(ModelPool):
     dtype: Dtype | None = None
     """Number format of weights and KV; null = the served model's."""
     quantization: Literal["auto", "none", "int8"] = "auto"
-    """int8: the linear layers compute in 8-bit integers, on CPU only; auto = int8 where the device is a CPU
-    that has instructions for it (AVX-512 VNNI), else none. Never changes what is served."""
+    """int8: the large linear layers compute in 8-bit integers, on CPU only; auto = int8 where the device is a
+    CPU that has instructions for it (AVX-512 VNNI), else none. Never changes what is served."""
 
     @model_validator(mode="after")
     def _device_quantizes(self) -> DraftConfig:
@@ -346,6 +346,11 @@ class PacelineConfig(Section):
     """Number format of the served model's weights and KV; auto = bfloat16."""
     trust_remote_code: bool = False
     """Whether code that comes with a model may run."""
+    deterministic: bool = True
+    """Whether, on CPUs, logits are computed the same to the bit whatever else is in the step (batch-invariant
+    numerics): a seeded request then gives the same tokens alone, among others, drafted, resumed and in
+    bfloat16. Costs a few percent of a step; false = the last bits may differ, and with them a token where two
+    are nearly as likely. Has no effect on GPUs."""
     draft: DraftConfig | None = None
     """The draft pool; null = none."""
     target: TargetConfig = Field(default_factory=TargetConfig)

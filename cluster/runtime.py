@@ -209,6 +209,8 @@ class Runtime:
         root = "/tmp" if os.path.isdir("/tmp") else None
         temp_dir = Path(tempfile.mkdtemp(prefix="paceline-", dir=root))
         os.environ.update(quiet_environment())
+        # Ray runs replicas at nice 15 unless told otherwise: any other program would hold up every request.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         folder = temp_dir / "ha"
         if haproxy and haproxy_available(folder):
             folder.mkdir()

@@ -277,7 +277,10 @@ def _by_definition(
 def _explicit(
     call: AttentionCall, part: SingleSequence, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """One sequence by the definition, in float32: [n, H, D]. The reference, and the way of soft caps in the fast plan."""
+    """One sequence by the definition, in float32: [n, H, D].
+
+    The reference, and the way of soft caps in the fast plan.
+    """
     query = call.query[0].narrow(1, part.first_row, part.num_rows).float()
     group_size = query.shape[0] // keys.shape[1]
     key = _read(keys, part.keys).float().transpose(0, 1).repeat_interleave(group_size, 0)

@@ -16,10 +16,9 @@ _VECTOR_ELEMENTS = 64
 """What a kernel takes at a time at most: two AVX-512 vectors of 16-bit numbers."""
 _GRAIN_SIZE = 32768
 """Fewer elements than this are not divided among threads, ``at::internal::GRAIN_SIZE``."""
-_GELU_THREADING = 25600
-"""… but those of a GELU are past this number, evenly."""
-_PIECE = 24576
-"""Elements that no kernel divides: a multiple of ``_VECTOR_ELEMENTS`` below both of the above."""
+_PIECE = 16384
+"""Elements that no kernel divides, and a multiple of ``_VECTOR_ELEMENTS``. More are divided among all threads
+by a GELU."""
 
 _MODULES = ("torch.nn.modules.activation", "transformers.activations")
 _NOT_ELEMENTWISE = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.Softmin, nn.GLU, nn.MultiheadAttention)
@@ -37,8 +36,9 @@ class AlignedActivation(nn.Module):
             whole: torch.Tensor = self.activation(inputs)
             return whole
         flat = inputs.reshape(-1)
-        pieces = [self.activation(piece) for piece in flat.split(_PIECE)[:-1]]
-        last = flat[len(pieces) * _PIECE :]
+        whole_pieces = flat.shape[0] // _PIECE
+        pieces = [self.activation(flat[at * _PIECE : (at + 1) * _PIECE]) for at in range(whole_pieces)]
+        last = flat[whole_pieces * _PIECE :]
         padding = -len(last) % _VECTOR_ELEMENTS
         pieces.append(self.activation(nn.functional.pad(last, (0, padding)))[: len(last)])
         return torch.cat(pieces).view(inputs.shape)
@@ -48,7 +48,7 @@ class AlignedActivation(nn.Module):
 def shares_are_whole_vectors(num_elements: int, num_threads: int) -> bool:
     """Whether every thread's share of a contiguous tensor is a whole number of vectors."""
     possible = {min(num_threads, max(1, -(-num_elements // _GRAIN_SIZE)))}
-    if num_elements > _GELU_THREADING:
+    if num_elements > _PIECE:
         possible.add(num_threads)
     return num_elements % _VECTOR_ELEMENTS == 0 and all(
         -(-num_elements // threads) % _VECTOR_ELEMENTS == 0 for threads in possible

@@ -17,7 +17,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 
 _SIZES: IntArray = np.array([64, 128, 192, 256, 384, 512, 768, 1024], np.int64)
-"""Numbers of keys: at most a third more than are seen. Few, since a step makes one call per size."""
+"""Numbers of keys: past 128, at most half as many again as are seen. Few, since a step makes one call per
+size."""
 _LARGE_STEP = 512
 """Above them: multiples of this."""
 

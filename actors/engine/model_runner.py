@@ -32,8 +32,8 @@ class TransformersRunner:
 
     Not thread-safe. Prompt chunks, pending tokens and tails may be mixed in one batch at will: all are
     "tokens to compute". The logits of a sequence do not depend on its neighbours beyond rounding, and with
-    ``deterministic`` on a CPU not at all: the row of a position is the same to the bit whether it was computed
-    alone, in a tail, in a prompt chunk or among other sequences. For that the model must come from
+    ``deterministic`` on a CPU not at all: the row of a position is the same to the bit whether it was
+    computed alone, in a tail, in a prompt chunk or among other sequences. For that the model must come from
     ``load_model(…, deterministic=True)``; ``is_batch_invariant`` finds out whether it holds.
 
     Args:
@@ -118,9 +118,7 @@ class TransformersRunner:
         if not batch:
             return torch.empty(0, self._vocab_size, device=self._device)
         self._check(batch)
-        layout = StepLayout(
-            batch, self._cache.block_size, self._device, deterministic=self._deterministic
-        )
+        layout = StepLayout(batch, self._cache.block_size, self._device, deterministic=self._deterministic)
         self._check_blocks(layout)
         token_ids, positions = self._token_ids(batch, layout.num_tokens), layout.positions
         wanted = _logit_rows(batch, layout)

@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers.activations import ACT2FN
 
 from paceline.actors.engine.batch import SequenceSlice
 from paceline.actors.engine.elementwise import AlignedActivation, shares_are_whole_vectors
@@ -27,11 +29,10 @@ from paceline.actors.engine.packed_linear import PackedLinear, can_pack_linears
 from tests.engine.models import FAMILIES, VOCAB_SIZE
 
 CPU = torch.device("cpu")
-LENGTH = 290
+LENGTH = 200
 """Crosses several key ranges, and the window of 16 many times."""
 BLOCK_SIZE = 16
 NUM_SEQUENCES = 16
-NUM_THREADS = [1, 2, 3]
 
 needs_bfloat16 = pytest.mark.skipif(
     not can_pack_linears(torch.bfloat16, CPU), reason="this processor has no bfloat16 kernels"
@@ -122,14 +123,16 @@ def _ways() -> dict[str, Callable[[], int]]:
     }
 
 
-def _differences(runner: TransformersRunner) -> dict[str, str]:
-    """Ways to compute a sequence whose logits are not those of one whole chunk."""
+def _differences(runner: TransformersRunner, *names: str) -> dict[str, str]:
+    """Ways (of these names, else all) to compute a sequence whose logits are not those of one whole chunk."""
     tokens = _tokens(LENGTH, 1)
     blocks = -(-LENGTH // BLOCK_SIZE)
     whole = _Sequence(tokens, range(blocks))
     _run(runner, [whole], lambda: LENGTH)
     found: dict[str, str] = {}
     for name, next_size in _ways().items():
+        if names and name not in names:
+            continue
         order = np.random.default_rng(3).permutation(runner.num_blocks).tolist()
         alone = _Sequence(tokens, order[:blocks])
         _run(runner, [alone], next_size)
@@ -147,10 +150,17 @@ def _differences(runner: TransformersRunner) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_threads", NUM_THREADS)
-def test_rows_do_not_depend_on_their_step(folder: Path, dtype: torch.dtype, num_threads: int) -> None:
-    torch.set_num_threads(num_threads)
+def test_rows_do_not_depend_on_their_step(folder: Path, dtype: torch.dtype) -> None:
     assert _differences(_runner(folder, dtype)) == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_nor_do_they_with_other_numbers_of_threads(
+    folder: Path, dtype: torch.dtype, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    assert _differences(_runner(folder, dtype), "everything mixed") == {}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -169,3 +179,172 @@ def test_without_the_switch_rows_differ(folder: Path) -> None:
     )
     assert len(_differences(runner)) > 3
     assert not runner.is_batch_invariant()
+
+
+def test_soft_cap_is_batch_invariant_too(tmp_path: Path) -> None:
+    config = Gemma2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=64,
+        attn_logit_softcapping=5.0,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    runner = _runner(tmp_path, torch.float32)
+    assert _differences(runner) == {}
+    reference = TransformersRunner(
+        load_model(str(tmp_path), torch.float32, CPU),
+        num_blocks=40,
+        block_size=BLOCK_SIZE,
+        device=CPU,
+        attention_backend="reference",
+    )
+    batch = [SequenceSlice(_tokens(200, 1), 0, range(13), 200)]
+    torch.testing.assert_close(runner.forward(batch), reference.forward(batch), atol=1e-4, rtol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 256), (576, 192), (1536, 576), (48, 40)])
+def test_packed_linear_rows_do_not_depend_on_their_number(
+    dtype: torch.dtype, bias: bool, in_features: int, out_features: int
+) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
+    packed = PackedLinear(linear, batch_invariant=True)
+    rows = torch.randn(1, 300, in_features, dtype=dtype)
+    with torch.inference_mode():
+        expected = packed(rows)
+        torch.testing.assert_close(expected, linear(rows))
+        for count in [*range(34), 63, 64, 65, 127, 128, 129, 255]:
+            for first in (0, 1, 45):
+                found = packed(rows[:, first : first + count])
+                assert torch.equal(found, expected[:, first : first + count]), (count, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu2"])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 7])
+def test_activation_of_an_element_does_not_depend_on_their_number(
+    dtype: torch.dtype, name: str, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    activation = AlignedActivation(ACT2FN[name])
+    values = (3 * torch.randn(300, 1000)).to(dtype)
+    expected = torch.cat([activation(row[None]) for row in values])
+    torch.testing.assert_close(expected, ACT2FN[name](values))
+    for rows in (0, 1, 2, 3, 5, 16, 17, 33, 64, 99, 128, 300):
+        assert torch.equal(activation(values[:rows]), expected[:rows]), rows
+    # Rows that do not lie end to end.
+    assert torch.equal(activation(values[:40, 8:104]), expected[:40, 8:104])
+
+
+def test_plain_activations_do_depend_on_their_number() -> None:
+    torch.manual_seed(0)
+    values = 3 * torch.randn(300, 1000)
+    alone = torch.cat([torch.nn.functional.silu(row[None]) for row in values])
+    assert not torch.equal(torch.nn.functional.silu(values), alone)
+
+
+def test_shares_are_whole_vectors() -> None:
+    assert shares_are_whole_vectors(0, 8)
+    assert shares_are_whole_vectors(64 * 3, 8)
+    assert not shares_are_whole_vectors(64 * 3 + 32, 1)
+    assert shares_are_whole_vectors(64 * 1000, 1)
+    assert shares_are_whole_vectors(64 * 1000, 2)
+    assert not shares_are_whole_vectors(64 * 1001, 2)
+    # 4 threads for a GELU and 2 for any other.
+    assert not shares_are_whole_vectors(64 * 1002, 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    slices=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 700)), min_size=1, max_size=8),
+    window=st.sampled_from([None, 1, 16, 64, 511, 512, 1000]),
+)
+def test_keys_of_a_row_depend_on_its_position_alone(
+    slices: list[tuple[int, int]], window: int | None
+) -> None:
+    starts = np.array([start for start, _ in slices])
+    counts = np.array([count for _, count in slices])
+    pieces = cut_at_key_ranges(starts, counts, window)
+    row = 0
+    for index in range(len(pieces.starts)):
+        piece = pieces.select(np.array([index]))
+        first, count, sequence = int(piece.starts[0]), int(piece.num_queries[0]), int(piece.sequences[0])
+        assert int(piece.first_rows[0]) == row
+        assert first - starts[sequence] == row - (counts.cumsum() - counts)[sequence]
+        row += count
+        positions = np.arange(first, first + count)
+        key_starts, num_keys = key_ranges(positions, window)
+        assert (key_starts == piece.key_starts[0]).all()
+        assert (num_keys == piece.num_keys[0]).all()
+        assert (key_starts + num_keys > positions).all()
+        assert (key_starts <= np.maximum(positions + 1 - (window or 10**9), 0)).all()
+    assert row == counts.sum()
+
+
+@pytest.mark.parametrize("window", [None, 16, 600])
+def test_key_ranges_are_few_and_close(window: int | None) -> None:
+    positions = np.arange(6000)
+    _, count = key_ranges(positions, window)
+    seen = positions + 1 if window is None else np.minimum(positions + 1, window)
+    slack = 64 if window == 16 else 512
+    assert (count <= np.maximum(128, 1.5 * (seen + (0 if window is None else slack)))).all()
+    assert len(np.unique(count)) <= 20
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_token_and_one_row_of_logits(folder: Path, deterministic: bool) -> None:
+    """Both are computed twice where the numerics are invariant; what comes back is one row."""
+    runner = _runner(folder, torch.float32, deterministic=deterministic)
+    tokens = _tokens(9, 2)
+    every = runner.forward([SequenceSlice(tokens, 0, [3], 9)])
+    assert every.shape == (9, VOCAB_SIZE)
+    last = runner.forward([SequenceSlice(tokens, 0, [4], 1)])
+    single = runner.forward([SequenceSlice(tokens[-1:], 8, [4], 1)])
+    first = runner.forward([SequenceSlice(tokens[:2], 0, [5], 1)])
+    none = runner.forward([SequenceSlice(tokens[:1], 0, [6], 0)])
+    assert last.shape == single.shape == first.shape == (1, VOCAB_SIZE)
+    assert none.shape == (0, VOCAB_SIZE)
+    for found, expected in ((last, every[8:]), (single, every[8:]), (first, every[1:2])):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0.0)
+        assert torch.equal(found, expected) or not deterministic
+
+
+def test_model_that_returns_all_logits_whatever_is_asked(folder: Path) -> None:
+    runner = _runner(folder, torch.float32)
+    tokens = _tokens(9, 2)
+    expected = runner.forward([SequenceSlice(tokens, 0, [3], 9)])
+    model = load_model(str(folder), torch.float32, CPU)
+    forward = model.forward
+    model.forward = lambda *args, logits_to_keep=0, **kwargs: forward(*args, **kwargs)
+    stubborn = TransformersRunner(model, num_blocks=8, block_size=BLOCK_SIZE, device=CPU)
+    for count in (1, 2, 9):
+        assert torch.equal(stubborn.forward([SequenceSlice(tokens, 0, [3], count)]), expected[-count:])
+    assert torch.equal(stubborn.forward([SequenceSlice(tokens[:2], 0, [3], 1)]), expected[1:2])
+
+
+def test_activations_are_replaced_where_the_loader_is_told(folder: Path) -> None:
+    def count(deterministic: bool) -> int:
+        model = load_model(str(folder), torch.float32, CPU, deterministic=deterministic)
+        return sum(isinstance(module, AlignedActivation) for module in model.modules())
+
+    assert count(False) == 0
+    assert count(True) == len(load_model(str(folder), torch.float32, CPU).model.layers)
+
+
+def test_check_needs_room_for_two_sequences(folder: Path) -> None:
+    model = copy.deepcopy(FAMILIES["llama"]())
+    with pytest.raises(ValueError, match="num_blocks"):
+        TransformersRunner(model, num_blocks=1, block_size=4, device=CPU).is_batch_invariant()

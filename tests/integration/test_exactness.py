@@ -31,8 +31,8 @@ CALL_TIMEOUT_SECONDS = 900.0
 
 MOST_SPECULATIVE_TOKENS = 8
 
-NOISE = 0.05
-"""Of the noised draft: it then agrees in about three of four positions."""
+NOISE = 0.07
+"""Of the noised draft: it then agrees in about seven of ten positions."""
 
 pytestmark = pytest.mark.weights
 
@@ -79,16 +79,6 @@ def wait_for_drafts(service: Service, num_drafts: int) -> None:
         timeout_seconds=60,
         what=f"{num_drafts} drafts are attached",
     )
-
-
-@pytest.fixture(scope="module")
-def noised_service(
-    deploy: Deploy, model_folder: Callable[[str], Path], noised_draft: str
-) -> Iterator[Service]:
-    model_folder(MODEL)
-    with deploy(configuration(noised_draft)) as service:
-        wait_for_drafts(service, 1)
-        yield service
 
 
 def ask(service: Service, text: str, **options: Any) -> proto.GenerateResponse:
@@ -168,43 +158,54 @@ def compare_greedy(
     return result
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [0, 4])
-@pytest.mark.parametrize("at_a_time", [1, 4])
-def test_greedy_equals_transformers(
-    noised_service: Service, oracle: Oracle, at_a_time: int, num_speculative_tokens: int
-) -> None:
-    result = compare_greedy(
-        noised_service,
-        oracle,
-        spec_bench(4),
-        24,
-        at_a_time=at_a_time,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    assert (0 < result.accepted < result.drafted) == (num_speculative_tokens > 0)
+class TestNoisedDraft:
+    """Some tokens are accepted, some rejected."""
 
+    @pytest.fixture(scope="module")
+    def noised_service(
+        deploy: Deploy, model_folder: Callable[[str], Path], noised_draft: str
+    ) -> Iterator[Service]:
+        model_folder(MODEL)
+        with deploy(configuration(noised_draft)) as service:
+            wait_for_drafts(service, 1)
+            yield service
 
-@pytest.mark.heavy
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("num_speculative_tokens", [0, 4])
-@pytest.mark.parametrize("at_a_time", [1, 16])
-def test_greedy_equals_transformers_on_spec_bench(
-    noised_service: Service, oracle: Oracle, at_a_time: int, num_speculative_tokens: int
-) -> None:
-    prompts = spec_bench(40)
-    assert len({prompt.category for prompt in prompts}) == NUM_CATEGORIES
-    result = compare_greedy(
-        noised_service,
-        oracle,
-        prompts,
-        64,
-        at_a_time=at_a_time,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    if num_speculative_tokens:
-        assert 0.4 < result.acceptance < 0.8
-    else:
-        assert result.drafted == 0
+    @pytest.mark.parametrize("num_speculative_tokens", [0, 4])
+    @pytest.mark.parametrize("at_a_time", [1, 4])
+    def test_prompts(
+        self, noised_service: Service, oracle: Oracle, at_a_time: int, num_speculative_tokens: int
+    ) -> None:
+        result = compare_greedy(
+            noised_service,
+            oracle,
+            spec_bench(4),
+            24,
+            at_a_time=at_a_time,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        assert (0 < result.accepted < result.drafted) == (num_speculative_tokens > 0)
+
+    @pytest.mark.heavy
+    @pytest.mark.timeout(3600)
+    @pytest.mark.parametrize("num_speculative_tokens", [0, 4])
+    @pytest.mark.parametrize("at_a_time", [1, 16])
+    def test_spec_bench(
+        self, noised_service: Service, oracle: Oracle, at_a_time: int, num_speculative_tokens: int
+    ) -> None:
+        prompts = spec_bench(40)
+        assert len({prompt.category for prompt in prompts}) == NUM_CATEGORIES
+        result = compare_greedy(
+            noised_service,
+            oracle,
+            prompts,
+            64,
+            at_a_time=at_a_time,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        if num_speculative_tokens:
+            assert 0.4 < result.acceptance < 0.8
+        else:
+            assert result.drafted == 0
 
 
 @pytest.mark.heavy

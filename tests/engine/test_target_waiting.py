@@ -1,0 +1,72 @@
+"""The target engine: when a step waits for drafts, and when drafts are left alone."""
+
+from __future__ import annotations
+
+from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
+from paceline.actors.engine.messages import Candidates
+from paceline.actors.engine.target_engine import TargetEngine
+from tests.engine.fakes import Clock, HashLaw, HashRunner, hello, make_submit, reference
+
+TARGET = HashLaw()
+NO_NGRAM = NgramConfig(enabled=False)
+
+
+def timed_target(clock: Clock, seconds_per_step: float) -> TargetEngine:
+    runner = HashRunner(on_forward=lambda _: clock.advance(seconds_per_step))
+    return TargetEngine(runner, TargetEngineConfig(num_speculative_tokens=4, ngram=NO_NGRAM), clock)
+
+
+def test_waits_for_a_lively_draft_and_not_for_a_silent_one() -> None:
+    clock = Clock()
+    target = timed_target(clock, 0.1)
+    target.draft_joined("d", hello())
+    event = make_submit(max_tokens=60)
+    whole, _ = reference(TARGET, event)
+    target.submit("gateway", event)
+    assert target.wait_seconds() == 0.0
+    target.step()
+    # Nothing came from it yet: it may be busy with the prompt.
+    assert target.wait_seconds() == 0.0
+    target.candidates("d", [Candidates("s", 1, 4, (whole[1],), 0)], 0.005)
+    wait = target.wait_seconds()
+    assert wait is not None
+    assert 0.0 < wait <= 0.0125
+    clock.advance(0.005)
+    target.candidates("d", [Candidates("s", 1, 5, tuple(whole[2:5]), 0)], 0.005)
+    assert target.wait_seconds() == 0.0, "the tail is complete"
+    target.step()
+    assert target.wait_seconds() > 0.0  # type: ignore[operator]
+    clock.advance(0.06)
+    assert target.wait_seconds() == 0.0, "late"
+    target.step()
+    assert target.wait_seconds() == 0.0, "silent since"
+
+
+def test_never_waits_while_another_sequence_is_ready() -> None:
+    clock = Clock()
+    target = timed_target(clock, 0.1)
+    target.draft_joined("d", hello(capacity=1))
+    event = make_submit(max_tokens=60)
+    whole, _ = reference(TARGET, event)
+    target.submit("gateway", event)
+    target.step()
+    target.candidates("d", [Candidates("s", 1, 4, (whole[1],), 0)], 0.005)
+    assert target.wait_seconds() > 0.0  # type: ignore[operator]
+    target.submit("gateway", make_submit("undrafted", max_tokens=60))
+    assert target.wait_seconds() == 0.0
+
+
+def test_resting_draft_gets_no_traffic() -> None:
+    """A draft as slow as the target, and a target that loses by waiting: no windows, no verdicts."""
+    clock = Clock()
+    runner = HashRunner(on_forward=lambda batch: clock.advance(0.01 * sum(len(i.token_ids) for i in batch)))
+    target = TargetEngine(runner, TargetEngineConfig(ngram=NO_NGRAM), clock)
+    target.draft_joined("d", hello())
+    target.submit("gateway", make_submit(max_tokens=200))
+    target.step()
+    told = 0
+    for step in range(150):
+        target.candidates("d", [Candidates("s", 1, 4 + step, (0,), 0)], 0.05)
+        target.step()
+        told += len(target.take_outbox().drafts)
+    assert told < 20
