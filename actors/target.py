@@ -100,6 +100,7 @@ class TargetActor:
         engine = TargetEngine(model.runner, self.spec.engine)
         loop = self._start_loop(engine)
         try:
+            await loop.call(lambda engine: engine.measure_step_costs())
             identity = self._identity(model, engine)
             self._execution = ExecutionServicer(identity, loop, self.spec.channels)
             self._verification = VerificationServicer(identity, loop, self.spec.channels)

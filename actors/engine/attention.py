@@ -11,7 +11,7 @@ n queries per sequence, L keys per sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -47,15 +47,6 @@ class AttentionCall:
     sliding_window: int | None
     """Tokens that a query sees, itself included; None = all before it."""
     softcap: float | None
-
-    def narrow(self, num_tokens: int) -> AttentionCall:
-        """The same for the first tokens only."""
-        return replace(
-            self,
-            query=self.query.narrow(2, 0, num_tokens),
-            key=self.key.narrow(2, 0, num_tokens),
-            value=self.value.narrow(2, 0, num_tokens),
-        )
 
 
 class AttentionTarget(Protocol):
@@ -140,13 +131,6 @@ class PagedBatch:
         self._slots = layout.slot_mapping
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        num_rows, num_tokens = call.query.shape[2], self._layout.num_tokens
-        if num_rows == num_tokens:
-            return self._attend(call)
-        # Rows past the layout's are copies of its only one.
-        return self._attend(call.narrow(num_tokens)).expand(-1, num_rows, -1, -1)
-
-    def _attend(self, call: AttentionCall) -> torch.Tensor:
         cache, layer = self._cache, call.layer
         # [1, K, T, D] -> [T, K, D]
         cache.write(layer, self._slots, call.key[0].transpose(0, 1), call.value[0].transpose(0, 1))

@@ -22,7 +22,7 @@ MAX_GROUP_QUERIES = 16
 
 FIXED_ROW_MULTIPLE = 8
 """Kernel calls of a deterministic plan have a multiple of this many rows. From four rows on, the matrix
-kernels (AVX-512, float32 and bfloat16) compute a row the same whatever their number; with fewer they do not."""
+kernels (AVX-512, float32 and bfloat16) compute a row the same whatever their number; below they do not."""
 
 _MAX_PADDING = 2.0
 _FREE_PADDING = 1 << 14

@@ -82,10 +82,15 @@ class StepCostModel:
     so a bucket whose median is above a larger one's (a slow first step, never measured again) is read as
     the larger one's. Outside the sizes measured the nearest slope goes on; with a single size measured
     more tokens are assumed to be free, which makes the engine try and learn better.
+
+    Steps that a draft slowed down, on cores that both use, say what contention costs and not what a tail
+    costs: they count only for sizes that were never measured undisturbed.
     """
 
     def __init__(self) -> None:
         self._medians: dict[int, RecentMedian] = {}
+        self._disturbed: set[int] = set()
+        """Buckets that hold only disturbed steps."""
         self._recorded_at: dict[int, int] = {}
         self._num_records = 0
         self._sizes: list[int] = []
@@ -96,14 +101,22 @@ class StepCostModel:
     def known(self) -> bool:
         return bool(self._sizes)
 
-    def record(self, num_tokens: int, seconds: float) -> None:
+    def record(self, num_tokens: int, seconds: float, *, disturbed: bool = False) -> None:
         self._num_records += 1
         bucket = token_bucket(num_tokens)
+        if disturbed:
+            if bucket in self._medians and bucket not in self._disturbed:
+                return
+            self._disturbed.add(bucket)
+        elif bucket in self._disturbed:
+            self._disturbed.remove(bucket)
+            del self._medians[bucket]
         self._medians.setdefault(bucket, RecentMedian()).add(seconds)
         self._recorded_at[bucket] = self._num_records
         if self._num_records % 256 == 0:
             for old in [b for b, at in self._recorded_at.items() if self._num_records - at > EXPIRY_RECORDS]:
                 del self._medians[old], self._recorded_at[old]
+                self._disturbed.discard(old)
         self._sizes = sorted(self._medians)
         lowest = float("inf")
         seconds_by_size: list[float] = []

@@ -120,28 +120,21 @@ class TransformersRunner:
         self._check(batch)
         layout = StepLayout(batch, self._cache.block_size, self._device, deterministic=self._deterministic)
         self._check_blocks(layout)
-        token_ids, positions = self._token_ids(batch, layout.num_tokens), layout.positions
+        token_ids = self._token_ids(batch, layout.num_tokens)
         wanted = _logit_rows(batch, layout)
-        num_logits = layout.num_tokens if wanted is None else len(wanted)
-        if self._deterministic:
-            # One row alone would take other kernels: it is computed twice.
-            if layout.num_tokens == 1:
-                token_ids, positions = token_ids.expand(2), positions.expand(2)
-            elif num_logits == 1 and wanted is not None:
-                wanted = wanted.repeat(2)
         attention = PagedBatch(self._cache, layout, reference=self._reference)
-        rows = None if wanted is None else torch.from_numpy(wanted).to(self._device)
         output = self._model(
             input_ids=token_ids[None],
-            position_ids=positions[None],
+            position_ids=layout.positions[None],
             use_cache=False,
-            logits_to_keep=rows if rows is not None and self._keeps_logits else 0,
+            logits_to_keep=0 if wanted is None else torch.from_numpy(wanted).to(self._device),
             paged_batch=attention,
         )
         logits: torch.Tensor = output.logits[0]
-        if rows is not None and not self._keeps_logits:
-            logits = logits[rows]
-        return logits[:num_logits, : self._vocab_size].float()
+        if wanted is not None and logits.shape[0] != len(wanted):
+            # A model that does not know logits_to_keep returns all rows.
+            logits = logits[torch.from_numpy(wanted).to(self._device)]
+        return logits[:, : self._vocab_size].float()
 
     def is_batch_invariant(self) -> bool:
         """Whether logits come out the same to the bit alone, in a tail and among others, as they should with
@@ -208,15 +201,8 @@ class TransformersRunner:
     @torch.inference_mode()
     def _probe(self, config: Any) -> ShapeProbe:
         probe = ShapeProbe()
-        zeros = torch.zeros(1, 2, dtype=torch.int64, device=self._device)
-        output = self._model(
-            input_ids=zeros,
-            position_ids=zeros,
-            use_cache=False,
-            logits_to_keep=zeros[0, :1],
-            paged_batch=probe,
-        )
-        self._keeps_logits = output.logits.shape[1] == 1
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        self._model(input_ids=zero, position_ids=zero, use_cache=False, logits_to_keep=1, paged_batch=probe)
         name = type(self._model).__name__
         missing = sorted(set(range(config.num_hidden_layers)) - probe.shapes.keys())
         if missing:

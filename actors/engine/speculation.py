@@ -151,7 +151,8 @@ class Speculator:
     # ------------------------------------------------------------------ after the step
 
     def record_step(self, num_tokens: int, seconds: float, draft_running: bool) -> None:
-        self.step_cost.record(num_tokens, seconds)
+        contended = draft_running and self.probe.hardware is not Hardware.SEPARATE
+        self.step_cost.record(num_tokens, seconds, disturbed=contended)
         self.probe.record(num_tokens, draft_running, seconds)
         self._best_tails.clear()
 

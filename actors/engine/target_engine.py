@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 
 from paceline.actors.engine.admission import check_submit
-from paceline.actors.engine.batch import ModelRunner
+from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.config import TargetEngineConfig
 from paceline.actors.engine.drafts import DraftBook
@@ -58,6 +58,10 @@ logger = logging.getLogger(__name__)
 
 STEP_FAILED = "the target could not compute this step"
 BAD_LOGITS = "the model produced logits that are not numbers"
+
+MEASURED_SIZES = (1, 2, 3, 4, 5, 7, 9)
+"""Tokens of the steps that are measured at start-up: one sequence with tails up to the usual limit."""
+MEASURED_REPEATS = 3
 
 
 class TargetEngine:
@@ -116,6 +120,20 @@ class TargetEngine:
     def fault(self) -> str:
         """Why this engine should not be trusted any further; empty while it is healthy."""
         return self._fault
+
+    def measure_step_costs(self) -> None:
+        """Run steps of a few tokens, so that the first request is already paced by measured costs.
+
+        To be called before the first event. What is written to the cache is never read.
+        """
+        most = min(MEASURED_SIZES[-1], self.max_model_len, self.kv_capacity_tokens)
+        table: list[int] = []
+        self._blocks.grow(table, most)
+        for size in [size for size in MEASURED_SIZES if size <= most] * MEASURED_REPEATS:
+            started = self._clock()
+            self._runner.forward([SequenceSlice([0] * size, 0, table, size)])
+            self._speculator.step_cost.record(size, self._clock() - started)
+        self._blocks.free(table)
 
     # ------------------------------------------------------------------ the step
 

@@ -25,7 +25,7 @@ from paceline.actors.engine.elementwise import AlignedActivation, shares_are_who
 from paceline.actors.engine.key_tiles import cut_at_key_ranges, key_ranges
 from paceline.actors.engine.loading import load_model
 from paceline.actors.engine.model_runner import TransformersRunner
-from paceline.actors.engine.packed_linear import PackedLinear, can_pack_linears
+from paceline.actors.engine.packed_linear import PackedLinear, can_pack_linears, single_row_is_alike
 from tests.engine.models import FAMILIES, VOCAB_SIZE
 
 CPU = torch.device("cpu")
@@ -214,21 +214,38 @@ def test_soft_cap_is_batch_invariant_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("in_features", "out_features"), [(64, 256), (576, 192), (1536, 576), (48, 40)])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(64, 256), (576, 192), (1536, 576), (4864, 896), (48, 40), (33, 7)]
+)
 def test_packed_linear_rows_do_not_depend_on_their_number(
-    dtype: torch.dtype, bias: bool, in_features: int, out_features: int
+    dtype: torch.dtype, bias: bool, num_threads: int, in_features: int, out_features: int
 ) -> None:
+    """Inputs whose true outputs are zero: what is compared is the order of the sums and nothing else."""
+    torch.set_num_threads(num_threads)
     torch.manual_seed(0)
+    half = in_features // 2
+    order = torch.randperm(half)
     linear = torch.nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
-    packed = PackedLinear(linear, batch_invariant=True)
-    rows = torch.randn(1, 300, in_features, dtype=dtype)
+    rows = torch.randn(1, 300, in_features).to(dtype)
     with torch.inference_mode():
+        linear.weight[:, half : 2 * half] = -linear.weight[:, :half][:, order]
+        rows[..., half : 2 * half] = rows[..., :half][..., order]
+        rows[..., 2 * half :] = 0
+        if bias:
+            linear.bias.zero_()
+        packed = PackedLinear(linear, batch_invariant=True)
         expected = packed(rows)
-        torch.testing.assert_close(expected, linear(rows))
-        for count in [*range(34), 63, 64, 65, 127, 128, 129, 255]:
+        assert (expected != 0).any()
+        torch.testing.assert_close(expected, linear(rows), atol=1e-4, rtol=0.0)
+        for count in [*range(18), 31, 32, 33, 63, 64, 65, 127, 128, 129, 255]:
             for first in (0, 1, 45):
                 found = packed(rows[:, first : first + count])
                 assert torch.equal(found, expected[:, first : first + count]), (count, first)
+
+
+def test_packed_float32_row_alone_differs_where_nothing_is_done() -> None:
+    assert not single_row_is_alike(64, 64, torch.float32, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -306,7 +323,7 @@ def test_key_ranges_are_few_and_close(window: int | None) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_one_token_and_one_row_of_logits(folder: Path, deterministic: bool) -> None:
-    """Both are computed twice where the numerics are invariant; what comes back is one row."""
+    """Matrix products of one row have kernels of their own."""
     runner = _runner(folder, torch.float32, deterministic=deterministic)
     tokens = _tokens(9, 2)
     every = runner.forward([SequenceSlice(tokens, 0, [3], 9)])
@@ -320,19 +337,6 @@ def test_one_token_and_one_row_of_logits(folder: Path, deterministic: bool) -> N
     for found, expected in ((last, every[8:]), (single, every[8:]), (first, every[1:2])):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0.0)
         assert torch.equal(found, expected) or not deterministic
-
-
-def test_model_that_returns_all_logits_whatever_is_asked(folder: Path) -> None:
-    runner = _runner(folder, torch.float32)
-    tokens = _tokens(9, 2)
-    expected = runner.forward([SequenceSlice(tokens, 0, [3], 9)])
-    model = load_model(str(folder), torch.float32, CPU)
-    forward = model.forward
-    model.forward = lambda *args, logits_to_keep=0, **kwargs: forward(*args, **kwargs)
-    stubborn = TransformersRunner(model, num_blocks=8, block_size=BLOCK_SIZE, device=CPU)
-    for count in (1, 2, 9):
-        assert torch.equal(stubborn.forward([SequenceSlice(tokens, 0, [3], count)]), expected[-count:])
-    assert torch.equal(stubborn.forward([SequenceSlice(tokens[:2], 0, [3], 1)]), expected[1:2])
 
 
 def test_activations_are_replaced_where_the_loader_is_told(folder: Path) -> None:

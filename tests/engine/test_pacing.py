@@ -292,3 +292,14 @@ def test_probe_does_as_configured() -> None:
     assert all(run_probe(probe, 100, 9.0))
     assert probe.hardware is Hardware.SEPARATE
     assert not any(run_probe(OverlapProbe(Hardware.SHARED), 100, 1.0))
+
+
+def test_disturbed_steps_count_only_where_nothing_better_is_known() -> None:
+    cost = StepCostModel()
+    cost.record(4, 0.2, disturbed=True)
+    assert cost(4) == pytest.approx(0.2)
+    cost.record(4, 0.1)
+    assert cost(4) == pytest.approx(0.1), "one undisturbed step replaces the others"
+    for _ in range(20):
+        cost.record(4, 0.2, disturbed=True)
+    assert cost(4) == pytest.approx(0.1)

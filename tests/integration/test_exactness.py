@@ -154,16 +154,16 @@ def compare_greedy(
         f"{len(prompts)} equal, {result.near_ties} near ties, acceptance {result.acceptance:.2f}, "
         f"{result.num_tokens} tokens in {seconds:.0f} s\n"
     )
-    assert not differing, "(category, question, token, gap of the reference's two best logits)"
+    assert not differing, f"(category, question, token, gap of the reference's two best logits): {differing}"
     return result
 
 
 class TestNoisedDraft:
     """Some tokens are accepted, some rejected."""
 
-    @pytest.fixture(scope="module")
+    @pytest.fixture(scope="class")
     def noised_service(
-        deploy: Deploy, model_folder: Callable[[str], Path], noised_draft: str
+        self, deploy: Deploy, model_folder: Callable[[str], Path], noised_draft: str
     ) -> Iterator[Service]:
         model_folder(MODEL)
         with deploy(configuration(noised_draft)) as service:
@@ -211,14 +211,15 @@ class TestNoisedDraft:
 @pytest.mark.heavy
 @pytest.mark.timeout(3600)
 def test_greedy_equals_transformers_with_a_draft_of_its_own_weights(deploy: Deploy, oracle: Oracle) -> None:
-    """Nearly nothing is rejected, so that the bonus position matters most; prompt lookup takes part."""
+    """None of its tokens is rejected, so that the bonus position matters most. Prompt lookup takes part."""
     with deploy(configuration(MODEL, ngram=True)) as service:
         wait_for_drafts(service, 1)
         for at_a_time, count in ((1, 4), (16, 4), (16, None)):
             result = compare_greedy(
                 service, oracle, spec_bench(40), 64, at_a_time=at_a_time, num_speculative_tokens=count
             )
-            assert result.acceptance > 0.8
+            # Lookups are wrong more often.
+            assert 0.5 < result.acceptance < 1.0
 
 
 # --------------------------------------------------------------------------------------------- sampled
@@ -251,20 +252,26 @@ def test_seeded_ids_do_not_depend_on_drafts_lengths_or_company(
         draft = noised_draft if num_drafts else None
         with deploy(configuration(draft, num_drafts=max(num_drafts, 1), ngram=not num_drafts)) as service:
             wait_for_drafts(service, num_drafts)
+            num_accepted = 0
             for count in (0, 1, 4, 8):
-                alone = [sample(service, seed, count)[0] for seed in SEEDS[:2]]
+                alone = [sample(service, seed, count) for seed in SEEDS[:2]]
                 with ThreadPoolExecutor(len(SEEDS)) as pool:
-                    found = list(pool.map(lambda seed: sample(service, seed, count), SEEDS))  # noqa: B023
-                together = [token_ids for token_ids, _ in found]
-                reference = reference or together
-                assert together == reference, (num_drafts, count)
-                assert alone == reference[:2], (num_drafts, count)
-                if num_drafts:
-                    assert (sum(accepted for _, accepted in found) > 0) == (count > 0)
+                    together = list(
+                        pool.map(lambda seed, stub=service, count=count: sample(stub, seed, count), SEEDS)
+                    )
+                found = [token_ids for token_ids, _ in together]
+                reference = reference or found
+                assert found == reference, (num_drafts, count)
+                assert [token_ids for token_ids, _ in alone] == reference[: len(alone)], (num_drafts, count)
+                accepted = sum(accepted for _, accepted in alone + together)
+                assert accepted == 0 or count > 0
+                num_accepted += accepted
+            sys.stdout.write(f"{num_drafts} drafts: {num_accepted} accepted\n")
             if num_drafts:
                 drafts = service.replicas("draft")
                 assert all(status["engine"]["num_drafted_tokens_total"] for status in drafts)
                 assert len(drafts) == num_drafts
+                assert num_accepted > 0
             # The same prompt with another seed.
             other = ask(
                 service,
