@@ -596,12 +596,3 @@ def test_lookup_helps_where_text_repeats_and_never_changes_it() -> None:
     snapshot = network.target.snapshot()
     assert snapshot.num_accepted_lookup_tokens_total > 40
     assert snapshot.num_steps_total < 80
-
-
-@pytest.mark.parametrize("num_blocks", [1, 64])
-def test_measuring_step_costs_leaves_nothing_behind(num_blocks: int) -> None:
-    network = make_network(num_blocks=num_blocks)
-    network.target.measure_step_costs()
-    assert network.target.load().free_blocks == num_blocks
-    assert network.target.snapshot().num_steps_total == 0
-    network.target.check_invariants()

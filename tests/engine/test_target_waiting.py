@@ -70,3 +70,13 @@ def test_resting_draft_gets_no_traffic() -> None:
         target.step()
         told += len(target.take_outbox().drafts)
     assert told < 20
+
+
+def test_measuring_step_costs_leaves_nothing_behind() -> None:
+    clock = Clock()
+    target = timed_target(clock, 0.1)
+    before = target.load()
+    target.measure_step_costs()
+    assert target.load() == before
+    assert target.snapshot().num_steps_total == 0
+    target.check_invariants()
