@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from paceline.actors.engine.batch import SequenceSlice
+from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.config import DraftEngineConfig
 from paceline.actors.engine.draft_engine import DraftEngine
 from paceline.actors.engine.messages import Candidates, Committed, DraftHello, Finished, Submit
@@ -207,15 +207,21 @@ class Network:
     def join(
         self, law: HashLaw, *, capacity: int = 16, max_model_len: int = 256, num_blocks: int = 256
     ) -> str:
+        runner = HashRunner(law, num_blocks=num_blocks, max_model_len=max_model_len)
+        return self.join_runner(runner, capacity=capacity, max_model_len=max_model_len)
+
+    def join_runner(self, runner: ModelRunner, *, capacity: int = 16, max_model_len: int = 256) -> str:
         self._joined += 1
         peer = f"draft-{self._joined}"
-        runner = HashRunner(law, num_blocks=num_blocks, max_model_len=max_model_len)
         engine = DraftEngine(runner, DraftEngineConfig(max_num_seqs=capacity))
         engine.target_joined("target", self.target_vocab_size)
         self.drafts[peer] = engine
         self.to_draft[peer] = deque()
         self.to_target[peer] = deque()
-        self.target.draft_joined(peer, hello(peer, capacity=capacity, max_model_len=max_model_len))
+        greeting = hello(
+            peer, capacity=capacity, max_model_len=max_model_len, vocab_size=self.target_vocab_size
+        )
+        self.target.draft_joined(peer, greeting)
         self.pump_target()
         return peer
 

@@ -21,11 +21,15 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.activations import ACT2FN
 
 from paceline.actors.engine.batch import SequenceSlice
+from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
 from paceline.actors.engine.elementwise import AlignedActivation, shares_are_whole_vectors
 from paceline.actors.engine.key_tiles import cut_at_key_ranges, key_ranges
 from paceline.actors.engine.loading import load_model
+from paceline.actors.engine.messages import Submit
 from paceline.actors.engine.model_runner import TransformersRunner
 from paceline.actors.engine.packed_linear import PackedLinear, can_pack_linears, single_row_is_alike
+from paceline.actors.engine.target_engine import TargetEngine
+from tests.engine.fakes import Network, make_submit
 from tests.engine.models import FAMILIES, VOCAB_SIZE
 
 CPU = torch.device("cpu")
@@ -352,3 +356,84 @@ def test_check_needs_room_for_two_sequences(folder: Path) -> None:
     model = copy.deepcopy(FAMILIES["llama"]())
     with pytest.raises(ValueError, match="num_blocks"):
         TransformersRunner(model, num_blocks=1, block_size=4, device=CPU).is_batch_invariant()
+
+
+# ---------------------------------------------------------------- real weights, through the engine
+
+PROMPTS = (
+    "The three largest planets of the solar system are",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Once upon a time there was a small red boat. The small red boat",
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,",
+    "To make bread you need flour, water, salt and yeast. First, mix the flour, water, salt and yeast. Then",
+    "Dear customer, thank you for your letter of the fifth of May. We are sorry to hear that",
+)
+COMPLETION = 64
+
+
+def _requests(folder: Path) -> list[Submit]:
+    """Each prompt greedily and at temperature 1, of unequal lengths."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for index, text in enumerate(PROMPTS):
+        prompt = tokenizer(text).input_ids * (1 + 5 * (index % 3))
+        for temperature in (0.0, 1.0):
+            name = f"{index} at T={temperature:g}"
+            found.append(
+                make_submit(name, prompt, max_tokens=COMPLETION, temperature=temperature, seed=index + 11)
+            )
+    return found
+
+
+def _completions(
+    runner: TransformersRunner, groups: Sequence[Sequence[Submit]], *, draft: TransformersRunner | None = None
+) -> tuple[dict[str, list[int]], int]:
+    """Completions by request, each group submitted together, and how many draft tokens were accepted."""
+    completions: dict[str, list[int]] = {}
+    accepted = 0
+    for group in groups:
+        speculation = 0 if draft is None else 4
+        config = TargetEngineConfig(
+            max_num_batched_tokens=96,
+            num_speculative_tokens=speculation,
+            ngram=NgramConfig(enabled=draft is not None),
+            wait_for_drafts=False,
+        )
+        network = Network(TargetEngine(runner, config))
+        network.target_vocab_size = runner.vocab_size
+        if draft is not None:
+            network.join_runner(draft, max_model_len=draft.max_model_len)
+        for request in group:
+            network.submit(request)
+        network.run()
+        for (name, _), tokens in network.gateway.completions.items():
+            completions[name] = tokens
+        accepted += sum(sum(flags) for flags in network.gateway.accepted.values())
+    return completions, accepted
+
+
+@pytest.mark.weights
+@pytest.mark.heavy
+@needs_bfloat16
+def test_real_tokens_do_not_depend_on_neighbours_or_tails(model_folder: Callable[[str], Path]) -> None:
+    folder = model_folder("smollm2-135m-instruct")
+    runner = _runner(folder, torch.bfloat16)
+    draft = _runner(folder, torch.bfloat16, deterministic=False)
+    assert runner.is_batch_invariant()
+    requests = _requests(folder)
+    solo, _ = _completions(runner, [[request] for request in requests])
+    assert all(len(tokens) == COMPLETION for tokens in solo.values())
+    fillers = [
+        make_submit(f"filler {index}", _tokens(40 + 13 * index, index, 1000), max_tokens=70, temperature=1.0)
+        for index in range(16 - len(requests))
+    ]
+    together, _ = _completions(runner, [[*fillers[:2], *requests, *fillers[2:]]])
+    drafted, accepted_alone = _completions(runner, [[request] for request in requests], draft=draft)
+    crowded, accepted_among = _completions(runner, [[*requests, *fillers]], draft=draft)
+    assert accepted_alone > 100
+    assert accepted_among > 100
+    for way, found in (("together", together), ("drafted", drafted), ("drafted, together", crowded)):
+        different = [name for name, tokens in solo.items() if found[name] != tokens]
+        assert different == [], way

@@ -219,7 +219,7 @@ def test_greedy_equals_transformers_with_a_draft_of_its_own_weights(deploy: Depl
                 service, oracle, spec_bench(40), 64, at_a_time=at_a_time, num_speculative_tokens=count
             )
             # Lookups are wrong more often.
-            assert 0.5 < result.acceptance < 1.0
+            assert 0.3 < result.acceptance < 1.0
 
 
 # --------------------------------------------------------------------------------------------- sampled
