@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -60,11 +60,18 @@ class TargetOutput:
     fault: str
 
 
+class Loader(Protocol):
+    """How the model is brought up: ``model_spec.load``, or something around it."""
+
+    def __call__(self, spec: ModelSpec, *, max_num_batched_tokens: int) -> LoadedModel: ...
+
+
 class TargetActor:
     """Owns the engine's thread and the gRPC server. Start it once, stop it once."""
 
-    def __init__(self, spec: TargetSpec) -> None:
+    def __init__(self, spec: TargetSpec, load: Loader = model_spec.load) -> None:
         self.spec = spec
+        self._load_model = load
         self._engine_loop: EngineLoop[TargetEngine, TargetOutput] | None = None
         self._server: grpc.aio.Server | None = None
         self._execution: ExecutionServicer | None = None
@@ -95,7 +102,7 @@ class TargetActor:
             PacelineError: the host cannot be bound.
         """
         model = await asyncio.to_thread(
-            model_spec.load, self.spec.model, max_num_batched_tokens=self.spec.engine.max_num_batched_tokens
+            self._load_model, self.spec.model, max_num_batched_tokens=self.spec.engine.max_num_batched_tokens
         )
         engine = TargetEngine(model.runner, self.spec.engine)
         loop = self._start_loop(engine)

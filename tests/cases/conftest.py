@@ -15,13 +15,9 @@ from tests.cases.recitation import Recitation
 from tests.cases.reference import Reference
 from tests.cases.service import Service
 from tests.engine.models import noised, tiny_llama, unrelated
-from tests.integration.tiny_models import deepened, save
+from tests.integration.tiny_models import save
 
 transformers_logging.disable_progress_bar()
-
-EXTRA_LAYERS = 16
-"""Of the targets. They compute nothing new, but make a target step as much dearer than a draft's as it is
-in earnest, so that it pays to draft and to wait for drafts."""
 
 NOISE = 0.05
 """Spread of the noise of a draft that agrees in part."""
@@ -49,7 +45,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(
         model,
         Reference(model),
-        save(deepened(model, EXTRA_LAYERS), folder / "target"),
+        save(model, folder / "target"),
         {name: save(draft, folder / name) for name, draft in drafts.items()},
     )
 
@@ -64,29 +60,23 @@ async def services(tiny: TinyModels) -> AsyncIterator[dict[str, Service]]:
 
 
 @dataclass(frozen=True)
-class Reciters:
-    """A model that says known text, and a draft that knows it too."""
+class Reciter:
+    """A model that says known text."""
 
     recitation: Recitation
-    target: str
-    draft: str
+    model: str
 
 
 @pytest.fixture(scope="package")
-def reciters(tmp_path_factory: pytest.TempPathFactory) -> Reciters:
-    folder = tmp_path_factory.mktemp("reciters")
+def reciter(tmp_path_factory: pytest.TempPathFactory) -> Reciter:
     recitation = Recitation()
-    return Reciters(
-        recitation,
-        recitation.save(folder / "target", num_layers=EXTRA_LAYERS),
-        recitation.save(folder / "draft", num_layers=1),
-    )
+    return Reciter(recitation, recitation.save(tmp_path_factory.mktemp("reciter")))
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def reciting(reciters: Reciters) -> AsyncIterator[Service]:
-    """Every draft token is right."""
-    async with Service(reciters.target, reciters.draft) as service:
+async def reciting(reciter: Reciter) -> AsyncIterator[Service]:
+    """The draft knows the text too: every draft token is right."""
+    async with Service(reciter.model, reciter.model) as service:
         yield service
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import torch
+
+from paceline.actors import model_spec
 from paceline.actors.channels import ChannelSettings
 from paceline.actors.draft import DraftActor, DraftSpec
+from paceline.actors.engine.batch import SequenceSlice
 from paceline.actors.engine.config import DraftEngineConfig, NgramConfig, TargetEngineConfig
 from paceline.actors.execution_client import ExecutionClient
-from paceline.actors.model_spec import ModelSpec
+from paceline.actors.model_spec import LoadedModel, ModelSpec, WarmableRunner
 from paceline.actors.target import TargetActor, TargetSpec
 from paceline.cluster.gateway import Gateway, GatewaySettings
 from paceline.cluster.service import GenerationLogic, ServiceInfo
@@ -29,6 +34,34 @@ TARGET_ENGINE = TargetEngineConfig(
 """Tails as long as the request allows, of drafts alone."""
 
 DRAFT_ENGINE = DraftEngineConfig(max_num_batched_tokens=512)
+
+
+STEP_SECONDS = 0.006
+
+
+class PacedRunner:
+    """A real model whose steps take the time that an accelerator would need, without the processor's work.
+
+    A target must be dearer than its draft, or there is nothing to gain from drafts; and here both share a
+    process, in which a target that computes all the time would leave the draft no turn.
+    """
+
+    def __init__(self, runner: WarmableRunner) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
+        started = time.monotonic()
+        logits = self._runner.forward(batch)
+        time.sleep(max(0.0, started + STEP_SECONDS - time.monotonic()))
+        return logits
+
+
+def load_paced(spec: ModelSpec, *, max_num_batched_tokens: int) -> LoadedModel:
+    loaded = model_spec.load(spec, max_num_batched_tokens=max_num_batched_tokens)
+    return LoadedModel(cast(WarmableRunner, PacedRunner(loaded.runner)), loaded.vocabulary_hash)
 
 
 async def until(condition: Callable[[], object], *, what: str, seconds: float = 10.0) -> None:
@@ -147,7 +180,8 @@ class Service:
 
     async def add_target(self) -> TargetActor:
         name = f"target-{next(self._ids)}"
-        target = TargetActor(TargetSpec(name, self.model, "tiny", self._target_engine, self._channels))
+        spec = TargetSpec(name, self.model, "tiny", self._target_engine, self._channels)
+        target = TargetActor(spec, load_paced)
         self.addresses[name] = await target.start()
         self.targets[name] = target
         return target

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.actors.engine.config import TargetEngineConfig
+from paceline.actors.engine.config import DraftEngineConfig, NgramConfig, TargetEngineConfig
 from tests.cases.conftest import DRAFTS, TinyModels
 from tests.cases.service import Answer, Service
 
@@ -51,10 +51,10 @@ async def test_greedy_is_plain_generation(
     services: dict[str, Service], tiny: TinyModels, draft: str, num_speculative_tokens: int
 ) -> None:
     answers = await services[draft].stream_all(
-        *(greedy(prompt, 96, num_speculative_tokens) for prompt in PROMPTS)
+        *(greedy(prompt, 64, num_speculative_tokens) for prompt in PROMPTS)
     )
     assert [answer.token_ids for answer in answers] == [
-        tiny.reference.greedy(prompt, 96) for prompt in PROMPTS
+        tiny.reference.greedy(prompt, 64) for prompt in PROMPTS
     ]
     check_exercised(draft, answers)
     for answer in answers:
@@ -95,11 +95,16 @@ async def test_neighbours_with_unequal_tails_do_not_mix(
 
 
 async def test_drafts_and_lookup_side_by_side(tiny: TinyModels) -> None:
-    """B01 with the service's defaults: tails of either source, as long as is worth it."""
+    """B01 with tails of either source: the draft takes half of the sequences."""
     prompts: list[Any] = [[a, b] * 10 for a, b in zip(range(60, 66), range(90, 96), strict=True)]
     prompts += tiny.reference.clear(([n, n + 1] for n in range(10)), 64)[:6]
-    engine = TargetEngineConfig(max_num_batched_tokens=512)
-    async with Service(tiny.target, tiny.drafts["noised"], target_engine=engine) as service:
+    engine = TargetEngineConfig(
+        max_num_batched_tokens=512, num_speculative_tokens=4, ngram=NgramConfig(min_n=1)
+    )
+    half = DraftEngineConfig(max_num_seqs=6)
+    async with Service(
+        tiny.target, tiny.drafts["noised"], target_engine=engine, draft_engine=half
+    ) as service:
         answers = await service.stream_all(*(greedy(prompt, 64) for prompt in prompts))
         (state,) = await service.target_state()
     assert [answer.token_ids for answer in answers] == [

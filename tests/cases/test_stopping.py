@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.protos import generation_pb2 as proto
-from tests.cases.conftest import Reciters, TinyModels
+from tests.cases.conftest import Reciter, TinyModels
 from tests.cases.recitation import CHARACTERS, SCRIPTS
 from tests.cases.service import Answer, Service
 from tests.cases.test_output_equality import greedy
@@ -16,9 +16,9 @@ from tests.cases.test_output_equality import greedy
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
-def recite(reciters: Reciters, start: int, max_tokens: int, bound: int, **options: Any) -> dict[str, Any]:
+def recite(reciter: Reciter, start: int, max_tokens: int, bound: int, **options: Any) -> dict[str, Any]:
     """CHARACTERS after the one with index ``start``."""
-    prompt = [reciters.recitation.characters[start]]
+    prompt = [reciter.recitation.characters[start]]
     return greedy(prompt, max_tokens, bound) | options
 
 
@@ -72,12 +72,12 @@ async def test_stop_token_counts_from_min_tokens_on(services: dict[str, Service]
         assert answer.token_ids == expected[: end + 1]
 
 
-async def test_the_models_own_end_inside_a_block(reciting: Service, reciters: Reciters) -> None:
+async def test_the_models_own_end_inside_a_block(reciting: Service, reciter: Reciter) -> None:
     """At each distance of 1 to 12 tokens; with ``ignore_eos`` it is a token like any other."""
-    recitation = reciters.recitation
+    recitation = reciter.recitation
     total = len(CHARACTERS)
     distances = range(1, 13)
-    requests = [recite(reciters, total - distance, 40, 8, ignore_eos=False) for distance in distances]
+    requests = [recite(reciter, total - distance, 40, 8, ignore_eos=False) for distance in distances]
     answers = await reciting.stream_all(*requests)
     for distance, answer in zip(distances, answers, strict=True):
         assert answer.token_ids == [*recitation.characters[total - distance + 1 :], recitation.eos]
@@ -94,11 +94,11 @@ async def test_the_models_own_end_inside_a_block(reciting: Service, reciters: Re
 # ---------------------------------------------------------------- stop strings
 
 
-async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciters: Reciters) -> None:
+async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciter: Reciter) -> None:
     """B20, B21, B22: text, ids and usage are cut together."""
-    recitation = reciters.recitation
+    recitation = reciter.recitation
     indices = range(1, 36)
-    requests = [recite(reciters, 0, 64, 16, stop=[CHARACTERS[index]]) for index in indices]
+    requests = [recite(reciter, 0, 64, 16, stop=[CHARACTERS[index]]) for index in indices]
     answers = await reciting.stream_all(*requests)
     for index, answer in zip(indices, answers, strict=True):
         assert answer.text == CHARACTERS[1:index]
@@ -112,11 +112,9 @@ async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciter
         await check_whole(reciting, answers[index], requests[index])
 
 
-async def test_ids_end_with_the_token_that_completes_the_string(
-    reciting: Service, reciters: Reciters
-) -> None:
+async def test_ids_end_with_the_token_that_completes_the_string(reciting: Service, reciter: Reciter) -> None:
     """B21: tokens of several characters, so that the stop string begins and ends within tokens."""
-    recitation = reciters.recitation
+    recitation = reciter.recitation
     start = recitation.scripts[0]
     said = recitation.follow(start, 100)
     text = reciting.codec.decode(said)
@@ -132,21 +130,21 @@ async def test_ids_end_with_the_token_that_completes_the_string(
     assert max(place_in_block(answer) for answer in answers) > 1
 
 
-async def test_no_part_of_a_stop_string_is_streamed(reciting: Service, reciters: Reciters) -> None:
+async def test_no_part_of_a_stop_string_is_streamed(reciting: Service, reciter: Reciter) -> None:
     """B25: it straddles tokens and steps; each piece of the stream must end before it."""
     for index in range(3, 30, 3):
         stop = CHARACTERS[index : index + 6]
         for bound in (0, 4):
-            answer = await reciting.stream(**recite(reciters, 0, 64, bound, stop=[stop]))
+            answer = await reciting.stream(**recite(reciter, 0, 64, bound, stop=[stop]))
             assert answer.text == CHARACTERS[1:index]
             assert answer.last.finish_reason == proto.FINISH_REASON_STOP
 
 
 @pytest.mark.parametrize("bound", [0, 1, 8])
-async def test_text_held_back_comes_out_at_the_end(reciting: Service, reciters: Reciters, bound: int) -> None:
+async def test_text_held_back_comes_out_at_the_end(reciting: Service, reciter: Reciter, bound: int) -> None:
     """B25: the text ends with what could have been the beginning of a stop string."""
-    by_length = recite(reciters, 0, 30, bound, stop=[CHARACTERS[28:31] + "ZZZ", CHARACTERS[30] + "!"])
-    by_end = recite(reciters, 70, 60, bound, stop=[CHARACTERS[-3:] + "ZZZ"], ignore_eos=False)
+    by_length = recite(reciter, 0, 30, bound, stop=[CHARACTERS[28:31] + "ZZZ", CHARACTERS[30] + "!"])
+    by_end = recite(reciter, 70, 60, bound, stop=[CHARACTERS[-3:] + "ZZZ"], ignore_eos=False)
     for options, expected, reason in (
         (by_length, CHARACTERS[1:31], proto.FINISH_REASON_LENGTH),
         (by_end, CHARACTERS[71:], proto.FINISH_REASON_STOP),
@@ -157,20 +155,20 @@ async def test_text_held_back_comes_out_at_the_end(reciting: Service, reciters: 
         await check_whole(reciting, answer, options)
 
 
-async def test_a_stop_string_does_not_count_before_min_tokens(reciting: Service, reciters: Reciters) -> None:
+async def test_a_stop_string_does_not_count_before_min_tokens(reciting: Service, reciter: Reciter) -> None:
     stop = [CHARACTERS[5], CHARACTERS[12]]
-    answer = await reciting.stream(**recite(reciters, 0, 40, 8, stop=stop, min_tokens=8))
+    answer = await reciting.stream(**recite(reciter, 0, 40, 8, stop=stop, min_tokens=8))
     assert answer.text == CHARACTERS[1:12]
-    answer = await reciting.stream(**recite(reciters, 0, 40, 8, stop=stop, min_tokens=5))
+    answer = await reciting.stream(**recite(reciter, 0, 40, 8, stop=stop, min_tokens=5))
     assert answer.text == CHARACTERS[1:5]
 
 
-async def test_the_first_of_several_ends_wins(reciting: Service, reciters: Reciters) -> None:
+async def test_the_first_of_several_ends_wins(reciting: Service, reciter: Reciter) -> None:
     """Stop string, stop token, model's end and max_tokens in one block, in every order."""
-    characters = reciters.recitation.characters
+    characters = reciter.recitation.characters
     for string, token, length in ((4, 7, 9), (7, 4, 9), (9, 7, 4), (6, 6, 6), (20, 20, 6)):
         answer = await reciting.stream(
-            **recite(reciters, 0, length, 16, stop=[CHARACTERS[string]], stop_token_ids=[characters[token]])
+            **recite(reciter, 0, length, 16, stop=[CHARACTERS[string]], stop_token_ids=[characters[token]])
         )
         end = min(string, token, length)
         assert answer.token_ids == characters[1 : end + 1]
@@ -182,10 +180,10 @@ async def test_the_first_of_several_ends_wins(reciting: Service, reciters: Recit
         )
 
 
-async def test_a_stop_string_frees_the_sequence_at_once(reciting: Service, reciters: Reciters) -> None:
+async def test_a_stop_string_frees_the_sequence_at_once(reciting: Service, reciter: Reciter) -> None:
     """The target does not go on to max_tokens when the gateway has found the end."""
     (before,) = await reciting.target_state()
-    requests = [recite(reciters, 0, 900, 4, stop=[CHARACTERS[12]]) for _ in range(8)]
+    requests = [recite(reciter, 0, 900, 4, stop=[CHARACTERS[12]]) for _ in range(8)]
     await asyncio.gather(*(reciting.generate(**options) for options in requests))
     await reciting.wait_until_idle()
     (after,) = await reciting.target_state()

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.protos import generation_pb2 as proto
-from tests.cases.conftest import Reciters
+from tests.cases.conftest import Reciter
 from tests.cases.recitation import CHARACTERS, SCRIPTS
 from tests.cases.reference import Reference
 from tests.cases.service import Service
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 @pytest.mark.parametrize("bound", [0, 1, 8])
 async def test_many_scripts_lose_nothing_at_chunk_borders(
-    reciting: Service, reciters: Reciters, bound: int
+    reciting: Service, reciter: Reciter, bound: int
 ) -> None:
     """B51: Hangul, Han, Hebrew, Devanagari, joined emoji: the stream is the text itself."""
-    recitation = reciters.recitation
+    recitation = reciter.recitation
     answer = await reciting.stream(**greedy([recitation.eos], len(recitation.scripts), bound))
     assert answer.token_ids == recitation.scripts
     assert answer.text == SCRIPTS
@@ -30,13 +30,13 @@ async def test_many_scripts_lose_nothing_at_chunk_borders(
     assert all("\ufffd" not in text for text in answer.texts)
 
 
-async def test_max_tokens_that_cuts_a_character(reciting: Service, reciters: Reciters) -> None:
+async def test_max_tokens_that_cuts_a_character(reciting: Service, reciter: Reciter) -> None:
     """B51: at every length the stream is what the tokenizer says of these ids, and only its very end may
     be a replacement character."""
-    recitation = reciters.recitation
+    recitation = reciter.recitation
     lengths = range(1, 61)
     answers = await reciting.stream_all(*(greedy([recitation.eos], length, 8) for length in lengths))
-    tokenizer = AutoTokenizer.from_pretrained(reciters.target)
+    tokenizer = AutoTokenizer.from_pretrained(reciter.model)
     num_cut = 0
     for length, answer in zip(lengths, answers, strict=True):
         assert answer.text == tokenizer.decode(recitation.scripts[:length])
@@ -46,11 +46,11 @@ async def test_max_tokens_that_cuts_a_character(reciting: Service, reciters: Rec
 
 
 async def test_prompt_gets_one_bos_and_a_conversation_none_besides_its_templates(
-    reciting: Service, reciters: Reciters
+    reciting: Service, reciter: Reciter
 ) -> None:
     """B50: ids, usage and the answer itself."""
-    tokenizer = AutoTokenizer.from_pretrained(reciters.target)
-    reference = Reference(AutoModelForCausalLM.from_pretrained(reciters.target))
+    tokenizer = AutoTokenizer.from_pretrained(reciter.model)
+    reference = Reference(AutoModelForCausalLM.from_pretrained(reciter.model))
     messages = [
         {"role": "system", "content": "Tiết kiệm"},
         {"role": "user", "content": f"누구 {tokenizer.bos_token}?"},

@@ -11,12 +11,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.actors.engine.errors import IncompatibleDraftError
-from tests.cases.conftest import EXTRA_LAYERS, TinyModels
+from tests.cases.conftest import TinyModels
 from tests.cases.reference import Reference
 from tests.cases.service import Service, until
 from tests.cases.test_output_equality import greedy
 from tests.engine.models import VOCAB_SIZE, noised
-from tests.integration.tiny_models import byte_tokenizer, deepened, save
+from tests.integration.tiny_models import byte_tokenizer, save
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -40,7 +40,7 @@ async def test_padding_rows_are_never_said(tiny: TinyModels, tmp_path: Path, wid
     draft = padded(tiny.model) if wide != "target" else tiny.model
     reference = Reference(target, never=range(VOCAB_SIZE, PADDED_SIZE) if wide != "draft" else [])
     async with Service(
-        save(deepened(target, EXTRA_LAYERS), tmp_path / "target"),
+        save(target, tmp_path / "target"),
         save(noised(draft, 0.02), tmp_path / "draft"),
     ) as service:
         answers = await service.stream_all(*(greedy([n, 3, 9], 60, 4) for n in (7, 8)))

@@ -81,6 +81,14 @@ def test_a_draft_has_the_served_models_number_format_unless_it_says_otherwise() 
     assert load_config({**content, "draft": {"model": "d", "dtype": "bfloat16"}}).draft_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_reaches_both_pools(deterministic: bool) -> None:
+    assert load_config({"model": "m"}).deterministic
+    config = load_config({"model": "m", "draft": "d", "deterministic": deterministic})
+    assert target_spec(config, "t").model.deterministic is deterministic
+    assert draft_spec(config, "d").model.deterministic is deterministic
+
+
 def test_drafts_are_quantised_where_they_can_and_targets_only_when_asked() -> None:
     config = load_config({"model": "m", "draft": "d"})
     assert (target_spec(config, "t").model.quantization, draft_spec(config, "d").model.quantization) == (

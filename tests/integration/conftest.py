@@ -21,6 +21,7 @@ from paceline.cluster.config import PacelineConfig, load_config
 from paceline.cluster.runtime import (
     Runtime,
     free_port,
+    free_port_range,
     haproxy_available,
     haproxy_environment,
     quiet_environment,
@@ -44,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def grpc_port() -> int:
-    return free_port()
+    return free_port_range(1)
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +71,7 @@ def runtime(grpc_port: int) -> Iterator[Runtime]:
     )
     try:
         with Runtime.open(address=cluster.address, num_cpus=0) as joined:
-            joined.start_serve(host="127.0.0.1", port=grpc_port, http_port=free_port())
+            joined.start_serve(host="127.0.0.1", port=grpc_port, http_port=free_port_range(1))
             yield joined
     finally:
         cluster.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ MODEL = "emulated://breakaway?vocab_size=512&base_ms=20&support=6&max_model_len=
 DRAFT_MODEL = MODEL.replace("base_ms=20", "base_ms=4") + "&acceptance=0.6"
 MAX_TOKENS = 400
 MIDDLE = 100
-"""Tokens of a stream after which something happens."""
+"""Tokens of a stream after which the first thing happens."""
 LONGEST_PAUSE_SECONDS = 1.0 + STEP_SECONDS
 REPLACED_SECONDS = 90
 
@@ -47,26 +47,30 @@ class Stream:
         return max(later - earlier for earlier, later in itertools.pairwise(self.times))
 
 
-def collect(service: Service, seed: int, in_the_middle: Callable[[], None] | None = None) -> Stream:
-    """Run one stream to its end; ``in_the_middle`` is called once, after ``MIDDLE`` tokens."""
+def collect(service: Service, seed: int, events: Mapping[int, Callable[[], None]] | None = None) -> Stream:
+    """Run one stream to its end.
+
+    Args:
+        events: number of tokens → what happens once so many have come.
+    """
     stream = Stream()
+    pending = dict(events or {})
     for chunk in service.stream(prompt="attack", max_tokens=MAX_TOKENS, seed=seed):
         stream.token_ids.extend(chunk.token_ids)
         stream.accepted.extend(chunk.accepted)
         stream.times.append(time.monotonic())
-        if in_the_middle is not None and len(stream.token_ids) >= MIDDLE:
-            in_the_middle()
-            in_the_middle = None
+        for due in sorted(count for count in pending if count <= len(stream.token_ids)):
+            pending.pop(due)()
     return stream
 
 
 def collect_all(
-    service: Service, seeds: Sequence[int], in_the_middle: Callable[[], None] | None = None
+    service: Service, seeds: Sequence[int], events: Mapping[int, Callable[[], None]] | None = None
 ) -> list[Stream]:
-    """All at a time; ``in_the_middle`` is called by the first."""
+    """All at a time; ``events`` are those of the first."""
     with ThreadPoolExecutor(len(seeds)) as pool:
         return list(
-            pool.map(lambda seed: collect(service, seed, in_the_middle if seed == seeds[0] else None), seeds)
+            pool.map(lambda seed: collect(service, seed, events if seed == seeds[0] else None), seeds)
         )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +20,9 @@ from tests.integration.streams import (
     configuration,
     wait_for_full_strength,
 )
+
+THAWED = MIDDLE + 100
+"""Tokens: a hundred steps of the target alone, two seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def test_killed_draft_is_replaced_and_the_new_one_is_used(single: Service) -> No
     reference = collect(single, seed=1)
     assert any(reference.accepted)
     (draft,) = single.replicas("draft")
-    found = collect(single, 1, lambda: os.kill(draft["pid"], signal.SIGKILL))
+    found = collect(single, 1, {MIDDLE: lambda: os.kill(draft["pid"], signal.SIGKILL)})
     assert found.token_ids == reference.token_ids
     assert found.longest_pause < LONGEST_PAUSE_SECONDS
     # Some tails were still at hand; then the target went on alone.
@@ -71,20 +74,16 @@ def test_frozen_draft_holds_nobody_up_and_catches_up_once_it_thaws(single: Servi
     wait_for_full_strength(single)
     reference = collect(single, seed=2)
     (draft,) = single.replicas("draft")
-    thaw = threading.Timer(1.5, os.kill, (draft["pid"], signal.SIGCONT))
-
-    def freeze() -> None:
-        os.kill(draft["pid"], signal.SIGSTOP)
-        thaw.start()
-
+    freeze = partial(os.kill, draft["pid"], signal.SIGSTOP)
+    thaw = partial(os.kill, draft["pid"], signal.SIGCONT)
     try:
-        found = collect(single, 2, freeze)
+        found = collect(single, 2, {MIDDLE: freeze, THAWED: thaw})
     finally:
-        thaw.join()
+        thaw()
     assert found.token_ids == reference.token_ids
     assert found.longest_pause < LONGEST_PAUSE_SECONDS
-    # While it was frozen the target went on alone: 1.5 s are 75 steps.
-    assert not any(found.accepted[MIDDLE + 30 : MIDDLE + 50])
+    # What it had sent before is used up soon; then the target goes on alone.
+    assert not any(found.accepted[MIDDLE + 30 : THAWED])
     # It is the same draft still, and of use again to the same stream.
     assert any(found.accepted[-50:])
     assert [status["pid"] for status in single.replicas("draft")] == [draft["pid"]]
@@ -95,7 +94,7 @@ def test_draft_that_stays_frozen_is_replaced(single: Service) -> None:
     wait_for_full_strength(single)
     reference = collect(single, seed=3)
     (draft,) = single.replicas("draft")
-    found = collect(single, 3, lambda: os.kill(draft["pid"], signal.SIGSTOP))
+    found = collect(single, 3, {MIDDLE: lambda: os.kill(draft["pid"], signal.SIGSTOP)})
     assert found.token_ids == reference.token_ids
     assert found.longest_pause < LONGEST_PAUSE_SECONDS
     wait_for_another_draft(single, draft["id"])

@@ -13,6 +13,7 @@ from tests.integration.conftest import Service
 from tests.integration.streams import (
     LONGEST_PAUSE_SECONDS,
     MAX_TOKENS,
+    MIDDLE,
     collect_all,
     configuration,
     token_ids,
@@ -34,7 +35,7 @@ def test_other_draft_takes_the_sequences_of_a_killed_one(pairs: Service) -> None
     reference = collect_all(pairs, seeds)
     before = pairs.replicas("draft")
     assert all(draft["engine"]["num_drafted_tokens_total"] for draft in before)
-    found = collect_all(pairs, seeds, lambda: os.kill(before[0]["pid"], signal.SIGKILL))
+    found = collect_all(pairs, seeds, {MIDDLE: lambda: os.kill(before[0]["pid"], signal.SIGKILL)})
     assert token_ids(found) == token_ids(reference)
     for stream in found:
         assert stream.longest_pause < LONGEST_PAUSE_SECONDS
@@ -55,7 +56,7 @@ def test_killed_target_changes_no_token_of_any_request(pairs: Service) -> None:
     (gateway,) = pairs.replicas("gateway")
     num_failovers = gateway["num_failovers"]
     before = pairs.replicas("target")
-    found = collect_all(pairs, seeds, lambda: os.kill(before[0]["pid"], signal.SIGKILL))
+    found = collect_all(pairs, seeds, {MIDDLE: lambda: os.kill(before[0]["pid"], signal.SIGKILL)})
     assert token_ids(found) == token_ids(reference)
     assert all(len(stream.token_ids) == MAX_TOKENS for stream in found)
     (gateway,) = pairs.replicas("gateway")
