@@ -113,6 +113,9 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
     The gateways' ports matter most: Serve gives them out from 40000 on in every cluster and lets gRPC bind
     them with SO_REUSEPORT, so that two clusters of one machine would get each other's requests.
 
+    A proxy has almost the whole minute that Serve's start waits for it. By default Serve kills one that is
+    not up within five seconds, and then its start fails, which happens where the processors are busy.
+
     The two drain periods are Serve's waits for load balancers outside; an own cluster has none.
     """
     first_port = free_port_range(INGRESS_PORTS)
@@ -127,6 +130,7 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_port + INGRESS_PORTS),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "55",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.5",
     }

@@ -36,14 +36,15 @@ TARGET_ENGINE = TargetEngineConfig(
 DRAFT_ENGINE = DraftEngineConfig(max_num_batched_tokens=512)
 
 
-STEP_SECONDS = 0.006
+PACE = 6.0
+MAX_PAUSE_SECONDS = 0.05
 
 
 class PacedRunner:
-    """A real model whose steps take the time that an accelerator would need, without the processor's work.
+    """A real model whose steps take several times as long as they compute.
 
-    A target must be dearer than its draft, or there is nothing to gain from drafts; and here both share a
-    process, in which a target that computes all the time would leave the draft no turn.
+    A target must be dearer than its draft, or there is nothing to gain from drafts. The pause leaves the
+    processor to the draft, as an accelerator does, and grows with what a busy machine makes of its steps.
     """
 
     def __init__(self, runner: WarmableRunner) -> None:
@@ -55,7 +56,7 @@ class PacedRunner:
     def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         started = time.monotonic()
         logits = self._runner.forward(batch)
-        time.sleep(max(0.0, started + STEP_SECONDS - time.monotonic()))
+        time.sleep(min(PACE * (time.monotonic() - started), MAX_PAUSE_SECONDS))
         return logits
 
 

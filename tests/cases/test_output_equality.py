@@ -34,15 +34,21 @@ def counts(answers: list[Answer]) -> tuple[int, int]:
 
 
 def check_exercised(draft: str, answers: list[Answer]) -> None:
-    """Each kind of draft was used and did what it is there for."""
+    """A draft of this kind was used and did what it is there for."""
     drafted, accepted = counts(answers)
-    assert drafted > 0
     if draft == "equal":
-        assert accepted >= 0.97 * drafted
+        assert 0 < 0.97 * drafted <= accepted
     elif draft == "noised":
         assert 0.05 * drafted < accepted < 0.95 * drafted
     else:
-        assert drafted - accepted > accepted
+        # Nearly all that it says is known to be wrong before it could be verified.
+        assert drafted - accepted >= accepted
+
+
+async def num_discarded(service: Service) -> int:
+    """Tokens that the draft had to take back so far."""
+    (state,) = await service.draft_state()
+    return int(state["num_discarded_tokens_total"])
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4, 8])
@@ -50,13 +56,14 @@ def check_exercised(draft: str, answers: list[Answer]) -> None:
 async def test_greedy_is_plain_generation(
     services: dict[str, Service], tiny: TinyModels, draft: str, num_speculative_tokens: int
 ) -> None:
-    answers = await services[draft].stream_all(
-        *(greedy(prompt, 64, num_speculative_tokens) for prompt in PROMPTS)
-    )
+    service = services[draft]
+    before = await num_discarded(service)
+    answers = await service.stream_all(*(greedy(prompt, 64, num_speculative_tokens) for prompt in PROMPTS))
     assert [answer.token_ids for answer in answers] == [
         tiny.reference.greedy(prompt, 64) for prompt in PROMPTS
     ]
     check_exercised(draft, answers)
+    assert draft == "equal" or await num_discarded(service) > before + 20
     for answer in answers:
         assert len(answer.speculation.accepted_per_position) <= num_speculative_tokens
         assert sum(answer.accepted) == answer.speculation.accepted_tokens
@@ -71,12 +78,13 @@ async def test_seeded_output_does_not_depend_on_speculation(services: dict[str, 
     plain = [await services["equal"].stream(**seeded(seed, 0)) for seed in range(6)]
     assert counts(plain) == (0, 0)
     assert len({tuple(answer.token_ids) for answer in plain}) == 6
+    service = services[draft]
     for num_speculative_tokens in (1, 4, 8):
-        answers = await services[draft].stream_all(
-            *(seeded(seed, num_speculative_tokens) for seed in range(6))
-        )
+        before = await num_discarded(service)
+        answers = await service.stream_all(*(seeded(seed, num_speculative_tokens) for seed in range(6)))
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
         check_exercised(draft, answers)
+        assert draft == "equal" or await num_discarded(service) > before + 20
 
 
 async def test_neighbours_with_unequal_tails_do_not_mix(

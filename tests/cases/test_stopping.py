@@ -73,10 +73,10 @@ async def test_stop_token_counts_from_min_tokens_on(services: dict[str, Service]
 
 
 async def test_the_models_own_end_inside_a_block(reciting: Service, reciter: Reciter) -> None:
-    """At each distance of 1 to 12 tokens; with ``ignore_eos`` it is a token like any other."""
+    """At each distance of 1 to 30 tokens; with ``ignore_eos`` it is a token like any other."""
     recitation = reciter.recitation
     total = len(CHARACTERS)
-    distances = range(1, 13)
+    distances = range(1, 31)
     requests = [recite(reciter, total - distance, 40, 8, ignore_eos=False) for distance in distances]
     answers = await reciting.stream_all(*requests)
     for distance, answer in zip(distances, answers, strict=True):
@@ -84,7 +84,7 @@ async def test_the_models_own_end_inside_a_block(reciting: Service, reciter: Rec
         assert answer.text == CHARACTERS[total - distance + 1 :]
         assert answer.last.finish_reason == proto.FINISH_REASON_STOP
     assert max(place_in_block(answer) for answer in answers) >= 3
-    for options, answer in list(zip(requests, answers, strict=True))[::4]:
+    for options, answer in list(zip(requests, answers, strict=True))[::8]:
         await check_whole(reciting, answer, options)
         past = await reciting.stream(**options | {"ignore_eos": True})
         assert past.token_ids == recitation.follow(options["token_ids"][0], 40)
@@ -106,8 +106,8 @@ async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciter
         assert answer.last.finish_reason == proto.FINISH_REASON_STOP
         assert answer.last.usage.completion_tokens == index
     places = {place_in_block(answer) for answer in answers}
-    assert len(places) >= 5
-    assert max(places) >= 6
+    assert len(places) >= 4
+    assert max(places) >= 4
     for index in (0, 17, 34):
         await check_whole(reciting, answers[index], requests[index])
 

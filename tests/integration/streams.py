@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.integration.conftest import Service, wait_until
+from tests.integration.heartbeat import Heartbeat
 
 STEP_SECONDS = 0.02
 MODEL = "emulated://breakaway?vocab_size=512&base_ms=20&support=6&max_model_len=1024"
@@ -38,13 +39,12 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
     """Per token: whether a draft had proposed it."""
-    times: list[float] = field(default_factory=list)
-    """Per chunk."""
+    pauses: list[float] = field(default_factory=list)
+    """Seconds between two chunks, less what the machine lost meanwhile."""
 
     @property
     def longest_pause(self) -> float:
-        """Seconds between two chunks."""
-        return max(later - earlier for earlier, later in itertools.pairwise(self.times))
+        return max(self.pauses)
 
 
 def collect(service: Service, seed: int, events: Mapping[int, Callable[[], None]] | None = None) -> Stream:
@@ -55,12 +55,18 @@ def collect(service: Service, seed: int, events: Mapping[int, Callable[[], None]
     """
     stream = Stream()
     pending = dict(events or {})
-    for chunk in service.stream(prompt="attack", max_tokens=MAX_TOKENS, seed=seed):
-        stream.token_ids.extend(chunk.token_ids)
-        stream.accepted.extend(chunk.accepted)
-        stream.times.append(time.monotonic())
-        for due in sorted(count for count in pending if count <= len(stream.token_ids)):
-            pending.pop(due)()
+    times: list[float] = []
+    with Heartbeat() as heartbeat:
+        for chunk in service.stream(prompt="attack", max_tokens=MAX_TOKENS, seed=seed):
+            stream.token_ids.extend(chunk.token_ids)
+            stream.accepted.extend(chunk.accepted)
+            times.append(time.monotonic())
+            for due in sorted(count for count in pending if count <= len(stream.token_ids)):
+                pending.pop(due)()
+        stream.pauses = [
+            later - earlier - heartbeat.lost_seconds(earlier, later)
+            for earlier, later in itertools.pairwise(times)
+        ]
     return stream
 
 
