@@ -251,15 +251,16 @@ class SpeculationConfig(Section):
     verification: Literal["coupled"] = "coupled"
     """The acceptance rule. Only coupled (shared noise) is available."""
     num_speculative_tokens: Annotated[int | None, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] = None
-    """Draft tokens verified per sequence and step; 0 = none; null = chosen from measured acceptance and
-    step cost."""
+    """Draft tokens verified per sequence and step, which waits for all of them as long as the draft is in
+    time; 0 = none; null = chosen from measured acceptance and step cost."""
     max_num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 8
     """Most draft tokens per sequence and step where `num_speculative_tokens` is null."""
     hardware: Literal["auto", "shared", "separate"] = "auto"
     """Whether target and drafts contend for the same processors (then they take turns) or not (then drafts
     run ahead during the verification); auto = found out from the target's step times."""
     wait_for_drafts: bool = True
-    """Whether a step may wait a moment for candidates where that pays; false = it never does."""
+    """Whether a step may wait a moment for candidates, where that pays or their number is fixed; false = it
+    never does."""
     ngram: NgramConfig = Field(default_factory=NgramConfig)
     """Prompt lookup."""
 

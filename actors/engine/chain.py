@@ -36,6 +36,11 @@ class DraftChain:
     """The same draft held this sequence before, so that messages of that time may still be under way. As a
     stream keeps its order, a revision below one seen before is then the first of the present stay."""
 
+    @property
+    def broken(self) -> bool:
+        """The draft's present revision is known to be wrong; it has to be told before it can be of use."""
+        return self.dead_revision >= self.revision
+
     def receive(
         self,
         revision: int,

@@ -272,22 +272,21 @@ class DraftBook:
             self.num_quarantined += 1
             self.close(sequence, bar=True)
             return
-        received = drafting.chain.receive(
+        chain = drafting.chain
+        started, revision = chain.started, chain.revision
+        received = chain.receive(
             message.revision, message.base_position, token_ids, sequence.token_ids, self._max_window
         )
-        if received in (Received.STALE, Received.DIFFERS, Received.GAP):
-            # Made before the draft heard of what is committed by now: the answer is still to come.
-            self.num_stale += 1
-            return
-        end = message.base_position + len(token_ids)
-        if drafting.asked_at is not None and (
-            message.revision > drafting.asked_revision or end > drafting.asked_limit
-        ):
-            if now > drafting.asked_at:
-                self._drafts[peer].response_seconds.add(now - drafting.asked_at)
-            drafting.asked_at = None
         drafting.silent = False
         drafting.news_at = now
+        if received is not Received.STALE:
+            seconds = drafting.hear(message.base_position, chain.revision != revision, now)
+            # The first of a stay comes after a prefill, which is not how long an answer takes.
+            if started and seconds is not None and seconds > 0.0:
+                self._drafts[peer].response_seconds.add(seconds)
+        if received in (Received.STALE, Received.DIFFERS, Received.GAP):
+            # Made before the draft heard of what is committed by now: of use is what answers that.
+            self.num_stale += 1
 
     # ------------------------------------------------------------------ what drafts are told
 
@@ -339,16 +338,4 @@ class DraftBook:
                 window=window,
             )
         )
-        chain = drafting.chain
-        # Whether, as far as is known here, the draft has had nothing to go on with until now.
-        broken = chain.dead_revision >= chain.revision
-        at_window = length + len(chain.token_ids) >= known + drafting.window
-        if window == 0:
-            drafting.asked_at = None
-        elif chain.started and drafting.asked_at is None and (broken or at_window):
-            drafting.asked_at = now
-            drafting.asked_revision = chain.revision
-            drafting.asked_limit = known + drafting.window
-        drafting.reported_length = length
-        drafting.num_accepted = 0
-        drafting.window = window
+        drafting.tell(length, window, now)

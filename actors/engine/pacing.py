@@ -159,6 +159,11 @@ class Awaited:
     """Between candidates after that."""
 
 
+def next_arrival(awaited: Sequence[Awaited]) -> float:
+    """Seconds until an incomplete tail expects its next candidate; 0.0 where every tail is complete."""
+    return min((max(i.first_seconds, 1e-6) for i in awaited if i.num_ready < i.limit), default=0.0)
+
+
 def go_or_wait(awaited: Sequence[Awaited], elapsed: float, step_cost: StepCost) -> float:
     """Seconds worth waiting for more candidates; 0.0 = start the step now.
 

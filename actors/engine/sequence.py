@@ -11,6 +11,8 @@ from paceline.actors.engine.messages import Submit
 from paceline.actors.engine.parameters import SamplingParams, SpeculationStats, StoppingParams
 from paceline.actors.engine.proposer import NgramProposer
 
+MAX_TOLD = 16
+
 
 class SequenceStatus(Enum):
     WAITING = "waiting"
@@ -33,16 +35,50 @@ class Drafting:
     num_accepted: int = 0
     """Tokens of this draft's chain accepted since the last verdict."""
     news_at: float = 0.0
-    """When its last candidates were taken in."""
-    asked_at: float | None = None
-    """Since when an answer is due: the draft was told something when it had nothing left to do for this
-    sequence (its chain was broken, or at the window), so that its next candidates take a round trip."""
-    asked_revision: int = 0
-    asked_limit: int = 0
-    """What makes candidates the answer: a revision above the one, or a position at or past the other.
-    Anything else was under way before."""
+    """When it was last heard of."""
+    told: dict[int, float] = field(default_factory=dict)
+    """The last few verdicts: when the draft was told of the committed tokens below each position. An answer
+    begins there."""
+    told_at: float = 0.0
+    """When it was sent its last verdict."""
+    resumes_at: int | None = None
+    """Where it goes on, having filled its window before it was told of more; None once it did."""
     silent: bool = False
-    """It let a deadline pass: not waited for until its next candidates."""
+    """It let a deadline pass: not waited for until it is heard of again."""
+
+    @property
+    def owes_answer(self) -> bool:
+        """Whether it had nothing valid left to do before its last verdict, so that what comes next takes a
+        round trip."""
+        return self.chain.broken or self.resumes_at is not None
+
+    def tell(self, length: int, window: int, now: float) -> None:
+        """It is sent a verdict: ``length`` tokens are committed, and so many more it may hold."""
+        if self.chain.started and length + len(self.chain.token_ids) >= self.reported_length + self.window:
+            self.resumes_at = max(length, self.reported_length + self.window)
+        if len(self.told) >= MAX_TOLD:
+            del self.told[min(self.told)]
+        self.told[length] = self.told_at = now
+        self.reported_length = length
+        self.num_accepted = 0
+        self.window = window
+
+    def hear(self, base_position: int, is_new_revision: bool, now: float) -> float | None:
+        """Candidates came that say something of the chain.
+
+        Returns:
+            Seconds since the draft was told what they answer; None where they answer nothing.
+        """
+        told_at: float | None = None
+        if is_new_revision:
+            told_at = self.told.get(base_position)
+        elif base_position == self.resumes_at:
+            told_at = self.told.get(base_position, self.told_at)
+        if is_new_revision or (self.resumes_at is not None and base_position >= self.resumes_at):
+            self.resumes_at = None
+        for position in [position for position in self.told if position <= base_position]:
+            del self.told[position]
+        return None if told_at is None else now - told_at
 
 
 @dataclass(slots=True, eq=False)

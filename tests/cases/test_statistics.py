@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cases.conftest import TinyModels
+from tests.cases.exercise import exercised, until_exercised
 from tests.cases.service import Service
 from tests.cases.test_cancellation import totals
 from tests.cases.test_output_equality import greedy
@@ -27,6 +28,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield float(value)
 
 
+@until_exercised
 async def test_no_number_is_ever_nan(tiny: TinyModels) -> None:
     """B54: before any request, after one of one token, and idle."""
     async with Service(tiny.target, tiny.drafts["equal"]) as service:
@@ -53,18 +55,20 @@ async def test_no_number_is_ever_nan(tiny: TinyModels) -> None:
         await look()
         assert seen[-1][0]["num_committed_tokens_total"] == 1
         answer = await service.stream(**greedy([7], 60, 4))
-        assert answer.speculation.accepted_tokens > 0
+        exercised(answer.speculation.accepted_tokens > 0, "draft tokens are accepted")
         await service.wait_until_idle()
         await look()
         assert seen[-1][0]["num_accepted_tokens_total"] == answer.speculation.accepted_tokens
 
 
+@until_exercised
 async def test_statistics_add_up(services: dict[str, Service]) -> None:
     """Accepted counts exclude the corrected or bonus token, the mean acceptance length includes it."""
     service = services["noised"]
     (before,) = await service.target_state()
     answers = await service.stream_all(*(greedy([n, 3, 9], 60, 4) for n in range(6)))
     (after,) = await service.target_state()
+    exercised(all(answer.speculation.accepted_tokens for answer in answers), "draft tokens are accepted")
     for answer in answers:
         stats = answer.speculation
         assert stats.accepted_tokens == sum(stats.accepted_per_position) == sum(answer.accepted)

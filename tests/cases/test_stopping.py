@@ -9,6 +9,7 @@ import pytest
 
 from paceline.protos import generation_pb2 as proto
 from tests.cases.conftest import Reciter, TinyModels
+from tests.cases.exercise import exercised, until_exercised
 from tests.cases.recitation import CHARACTERS, SCRIPTS
 from tests.cases.service import Answer, Service
 from tests.cases.test_output_equality import greedy
@@ -46,6 +47,7 @@ async def check_whole(service: Service, answer: Answer, options: dict[str, Any])
 # ---------------------------------------------------------------- stop tokens
 
 
+@until_exercised
 async def test_stop_token_inside_a_block(services: dict[str, Service], tiny: TinyModels) -> None:
     """B18: every token of the first 24 in turn is declared the stop token."""
     prompt, expected = [7, 3, 9], tiny.reference.greedy([7, 3, 9], 64)
@@ -57,8 +59,7 @@ async def test_stop_token_inside_a_block(services: dict[str, Service], tiny: Tin
         assert answer.last.usage.completion_tokens == len(answer.token_ids)
     # A step's last token is never an accepted one: these ended inside a block.
     places = [place_in_block(answer) for answer in answers]
-    assert sum(place > 0 for place in places) >= 6
-    assert max(places) >= 3
+    exercised(sum(place > 0 for place in places) >= 6 and max(places) >= 3, "ends deep inside blocks")
 
 
 async def test_stop_token_counts_from_min_tokens_on(services: dict[str, Service], tiny: TinyModels) -> None:
@@ -72,6 +73,7 @@ async def test_stop_token_counts_from_min_tokens_on(services: dict[str, Service]
         assert answer.token_ids == expected[: end + 1]
 
 
+@until_exercised
 async def test_the_models_own_end_inside_a_block(reciting: Service, reciter: Reciter) -> None:
     """At each distance of 1 to 30 tokens; with ``ignore_eos`` it is a token like any other."""
     recitation = reciter.recitation
@@ -83,7 +85,7 @@ async def test_the_models_own_end_inside_a_block(reciting: Service, reciter: Rec
         assert answer.token_ids == [*recitation.characters[total - distance + 1 :], recitation.eos]
         assert answer.text == CHARACTERS[total - distance + 1 :]
         assert answer.last.finish_reason == proto.FINISH_REASON_STOP
-    assert max(place_in_block(answer) for answer in answers) >= 3
+    exercised(max(place_in_block(answer) for answer in answers) >= 3, "ends deep inside blocks")
     for options, answer in list(zip(requests, answers, strict=True))[::8]:
         await check_whole(reciting, answer, options)
         past = await reciting.stream(**options | {"ignore_eos": True})
@@ -94,6 +96,7 @@ async def test_the_models_own_end_inside_a_block(reciting: Service, reciter: Rec
 # ---------------------------------------------------------------- stop strings
 
 
+@until_exercised
 async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciter: Reciter) -> None:
     """B20, B21, B22: text, ids and usage are cut together."""
     recitation = reciter.recitation
@@ -106,12 +109,12 @@ async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciter
         assert answer.last.finish_reason == proto.FINISH_REASON_STOP
         assert answer.last.usage.completion_tokens == index
     places = {place_in_block(answer) for answer in answers}
-    assert len(places) >= 4
-    assert max(places) >= 4
+    exercised(len(places) >= 5 and max(places) >= 8, "ends everywhere in blocks")
     for index in (0, 17, 34):
         await check_whole(reciting, answers[index], requests[index])
 
 
+@until_exercised
 async def test_ids_end_with_the_token_that_completes_the_string(reciting: Service, reciter: Reciter) -> None:
     """B21: tokens of several characters, so that the stop string begins and ends within tokens."""
     recitation = reciter.recitation
@@ -127,7 +130,7 @@ async def test_ids_end_with_the_token_that_completes_the_string(reciting: Servic
         assert stop in reciting.codec.decode(answer.token_ids)
         assert stop not in reciting.codec.decode(answer.token_ids[:-1])
         assert answer.last.usage.completion_tokens == len(answer.token_ids)
-    assert max(place_in_block(answer) for answer in answers) > 1
+    exercised(max(place_in_block(answer) for answer in answers) > 1, "ends deep inside blocks")
 
 
 async def test_no_part_of_a_stop_string_is_streamed(reciting: Service, reciter: Reciter) -> None:

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from paceline.protos import generation_pb2 as proto
 from tests.cases.conftest import Reciter
+from tests.cases.exercise import exercised, until_exercised
 from tests.cases.recitation import CHARACTERS, SCRIPTS
 from tests.cases.reference import Reference
 from tests.cases.service import Service
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 @pytest.mark.parametrize("bound", [0, 1, 8])
+@until_exercised
 async def test_many_scripts_lose_nothing_at_chunk_borders(
     reciting: Service, reciter: Reciter, bound: int
 ) -> None:
@@ -24,7 +26,8 @@ async def test_many_scripts_lose_nothing_at_chunk_borders(
     answer = await reciting.stream(**greedy([recitation.eos], len(recitation.scripts), bound))
     assert answer.token_ids == recitation.scripts
     assert answer.text == SCRIPTS
-    assert (answer.speculation.accepted_tokens > 0) == (bound > 0)
+    assert bound > 0 or answer.speculation.draft_tokens == 0
+    exercised(bound == 0 or answer.speculation.accepted_tokens > 10, "draft tokens are accepted")
     response = await reciting.generate(**greedy([recitation.eos], len(recitation.scripts), bound))
     assert response.choices[0].text == SCRIPTS
     assert all("\ufffd" not in text for text in answer.texts)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from paceline.actors.engine.errors import IncompatibleDraftError
 from tests.cases.conftest import TinyModels
+from tests.cases.exercise import exercised, until_exercised
 from tests.cases.reference import Reference
 from tests.cases.service import Service, until
 from tests.cases.test_output_equality import greedy
@@ -34,6 +35,7 @@ def padded(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("wide", ["target", "draft", "both"])
+@until_exercised
 async def test_padding_rows_are_never_said(tiny: TinyModels, tmp_path: Path, wide: str) -> None:
     """B47: one vocabulary, heads of 256 and 320 rows."""
     target = padded(tiny.model) if wide != "draft" else tiny.model
@@ -47,7 +49,7 @@ async def test_padding_rows_are_never_said(tiny: TinyModels, tmp_path: Path, wid
         sampled = await service.stream(token_ids=[7], seed=3, temperature=2.0, max_tokens=60)
         assert [answer.token_ids for answer in answers] == [reference.greedy([n, 3, 9], 60) for n in (7, 8)]
         assert max(sampled.token_ids) < VOCAB_SIZE
-        assert sum(answer.speculation.accepted_tokens for answer in answers) > 0
+        exercised(sum(answer.speculation.accepted_tokens for answer in answers) > 0, "tokens are accepted")
         if wide != "draft":
             unmasked = Reference(target).greedy([7, 3, 9], 60)
             assert max(unmasked) >= VOCAB_SIZE, "the padding rows are harmless: this shows nothing"

@@ -56,6 +56,57 @@ def test_never_waits_while_another_sequence_is_ready() -> None:
     assert target.wait_seconds() == 0.0
 
 
+def test_a_draft_as_fast_as_the_target_catches_up() -> None:
+    """Whatever it says is outdated by the time it comes, unless the target waits for its answer."""
+    clock = Clock()
+    target = timed_target(clock, 0.001)
+    target.draft_joined("d", hello())
+    event = make_submit(max_tokens=40)
+    whole, _ = reference(TARGET, event)
+    prompt = len(event.token_ids)
+    target.submit("gateway", event)
+    target.step()
+    # The first is made before the first verdict is heard of, and wrong.
+    wrong = (whole[0] + 1) % 50
+    target.candidates("d", [Candidates("s", 1, prompt, (wrong,), 0)], 0.001)
+    wait = target.wait_seconds()
+    assert wait is not None
+    assert wait > 0.0, "an answer to the verdict is due"
+    target.step()
+    # Late by one step, again and again: it is alive, and how long its answers take becomes known.
+    for step in range(1, 6):
+        clock.advance(0.006)
+        target.candidates("d", [Candidates("s", 1, prompt + step, (wrong,), step)], 0.001)
+        assert target.wait_seconds() > 0.0  # type: ignore[operator]
+        target.step()
+    (draft,) = target.snapshot().drafts
+    assert 0.012 < draft.response_seconds < 0.014, "two pauses and a step"
+    clock.advance(0.006)
+    target.candidates("d", [Candidates("s", 1, prompt + 6, tuple(whole[6:10]), 6)], 0.001)
+    assert target.wait_seconds() == 0.0
+    before = target.snapshot().num_accepted_tokens_total
+    target.step()
+    assert target.snapshot().num_accepted_tokens_total == before + 4
+
+
+def test_a_fixed_tail_is_waited_for_whatever_the_rate() -> None:
+    clock = Clock()
+    target = timed_target(clock, 0.001)
+    target.draft_joined("d", hello())
+    event = make_submit(max_tokens=40)
+    whole, _ = reference(TARGET, event)
+    prompt = len(event.token_ids)
+    target.submit("gateway", event)
+    target.step()
+    # A draft token takes as long as twenty steps of the target.
+    target.candidates("d", [Candidates("s", 1, prompt + 1, (whole[1],), 0)], 0.02)
+    for count in range(2, 5):
+        assert 0.0 < target.wait_seconds() <= 0.05  # type: ignore[operator]
+        clock.advance(0.02)
+        target.candidates("d", [Candidates("s", 1, prompt + count, (whole[count],), 0)], 0.02)
+    assert target.wait_seconds() == 0.0
+
+
 def test_resting_draft_gets_no_traffic() -> None:
     """A draft as slow as the target, and a target that loses by waiting: no windows, no verdicts."""
     clock = Clock()
