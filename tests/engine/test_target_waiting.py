@@ -86,7 +86,7 @@ def test_a_draft_as_fast_as_the_target_catches_up() -> None:
     assert target.wait_seconds() == 0.0
     before = target.snapshot().num_accepted_tokens_total
     target.step()
-    assert target.snapshot().num_accepted_tokens_total == before + 4
+    assert target.snapshot().num_accepted_tokens_total == before + 3, "its first was committed already"
 
 
 def test_a_fixed_tail_is_waited_for_whatever_the_rate() -> None:
