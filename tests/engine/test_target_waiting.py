@@ -82,11 +82,11 @@ def test_a_draft_as_fast_as_the_target_catches_up() -> None:
     (draft,) = target.snapshot().drafts
     assert 0.012 < draft.response_seconds < 0.014, "two pauses and a step"
     clock.advance(0.006)
-    target.candidates("d", [Candidates("s", 1, prompt + 6, tuple(whole[6:10]), 6)], 0.001)
+    target.candidates("d", [Candidates("s", 1, prompt + 6, tuple(whole[6:11]), 6)], 0.001)
     assert target.wait_seconds() == 0.0
     before = target.snapshot().num_accepted_tokens_total
     target.step()
-    assert target.snapshot().num_accepted_tokens_total == before + 3, "its first was committed already"
+    assert target.snapshot().num_accepted_tokens_total == before + 4, "all but the first, which was committed"
 
 
 def test_a_fixed_tail_is_waited_for_whatever_the_rate() -> None:
