@@ -357,7 +357,7 @@ def main(
         for temperature in temperatures.split(",")
     ]
     config = config_of(acceptance, gamma, step_ms, draft_step_ms)
-    with serving(config) as service:
+    with serving(config, address="local") as service:
         results = asyncio.run(measure_all(service.grpc_address, loads, profiles))
     settings = {
         "acceptance": acceptance,

@@ -213,7 +213,7 @@ def main(
     )
     check_models(config)
     runs: list[Run] = []
-    with serving(config) as service, connect(service.grpc_address) as stub:
+    with serving(config, address="local") as service, connect(service.grpc_address) as stub:
 
         def token_ids(prompt: BenchPrompt) -> list[int]:
             request = proto.TokenizeRequest()

@@ -197,7 +197,9 @@ def demo(
     check_models(config)
     with contextlib.ExitStack() as stack:
         with StartProgress(notices) as started:
-            service = stack.enter_context(serving(config, on_stage=started.stage, on_progress=started.pools))
+            service = stack.enter_context(
+                serving(config, address="local", on_stage=started.stage, on_progress=started.pools)
+            )
         introduce(console, entry, service)
         comparisons = answer_prompts(service.grpc_address, max_tokens)
         console.print()

@@ -35,8 +35,11 @@ paceline serve --model ./my-model --port 9100 --num-drafts 2
 
 paceline serve paceline.yaml --address auto
 
-An own Ray is started and later stopped, unless --address, the configuration or RAY_ADDRESS names a running
-cluster; of that one only the application is removed again.
+paceline serve paceline.yaml --address local
+
+A Ray cluster that --address, the configuration or RAY_ADDRESS names, or that 'ray start' started on this
+machine, is joined, and only the application is removed from it again. Where there is none, or with
+--address local, an own one is started and later stopped.
 """
 
 
@@ -178,7 +181,7 @@ def serve(
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Join this Ray cluster instead of starting one; 'auto' = the one on this machine."),
+        typer.Option(help="Ray cluster to join; 'local' = start one (default: join one if it runs)."),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the logs of all actors.")] = False,
     timeout: Annotated[

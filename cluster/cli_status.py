@@ -17,7 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cluster.cli_output import show_share, stdout
-from paceline.cluster.runtime import Runtime, RuntimeStartError, application_progress, import_serve
+from paceline.cluster.runtime import (
+    Runtime,
+    RuntimeStartError,
+    application_progress,
+    import_serve,
+    running_cluster,
+)
 from paceline.cluster.service_start import APPLICATION_NAME
 
 ANSWER_TIMEOUT_SECONDS = 3.0
@@ -158,7 +164,9 @@ def status(
 
     live: sequences in hand; acc.: accepted of the draft tokens verified; length: mean acceptance length.
     """
-    with Runtime.open(address=address or os.environ.get("RAY_ADDRESS") or "auto", num_cpus=0):
+    with Runtime.open(
+        address=address or os.environ.get("RAY_ADDRESS") or running_cluster() or "auto", num_cpus=0
+    ):
         if as_json:
             while True:
                 sys.stdout.write(json.dumps(collect_status()) + "\n")

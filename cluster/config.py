@@ -313,8 +313,9 @@ class RayConfig(Section):
     """The Ray cluster to run on."""
 
     address: str | None = None
-    """Address of a running cluster to join; auto = the one on this machine; null = `RAY_ADDRESS` where it is
-    set, else a cluster of its own is started, and stopped in the end."""
+    """Address of a running cluster to join; auto = the one on this machine; local = start one, and stop it in
+    the end; null = `RAY_ADDRESS` where it is set, else one that `ray start` started on this machine, else
+    local."""
     namespace: Annotated[str, Field(min_length=1)] = "paceline"
     """Ray namespace of what is started."""
     num_cpus: OptionalCount = None

@@ -107,6 +107,36 @@ def free_port_range(size: int) -> int:
             return first
 
 
+def running_cluster() -> str | None:
+    """Address of the Ray that ``ray start`` started on this machine; None where none answers.
+
+    Ray notes it in its default folder. The clusters that Paceline starts for itself have folders of their
+    own, so none of them is ever found, and a note that outlived its cluster is not believed.
+    """
+    root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    try:
+        address = (Path(root) / "ray" / "ray_current_cluster").read_text().strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return address
+    except (OSError, ValueError):
+        return None
+
+
+def authentication_environment() -> dict[str, str]:
+    """Environment with which a driver can join a cluster that wants Ray's token.
+
+    ``ray start`` turns authentication on where the user has a token; a driver that joins sends the token only
+    if it is told to before Ray is imported. A cluster that wants none does not mind one.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return {}
+    given = [os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")]
+    if any(given) or (Path.home() / ".ray" / "auth_token").is_file():
+        return {"RAY_AUTH_MODE": "token"}
+    return {}
+
+
 def haproxy_environment(folder: Path) -> dict[str, str]:
     """Environment of an own cluster's proxies: HAProxy mode, on files and ports that nobody shares.
 
@@ -175,7 +205,7 @@ class Runtime:
         """Join the cluster at ``address`` ("auto": the one that runs on this machine), or start one.
 
         Args:
-            address: None starts a Ray of our own, unless ``RAY_ADDRESS`` is set.
+            address: None starts a Ray of our own, whatever else runs.
             num_cpus: logical processors of a Ray of our own. They only count replicas, they bind no
                 cores: a laptop with two cores may run five replicas.
             haproxy: serve through HAProxy where its binary is present; a Ray of our own only.
@@ -184,7 +214,6 @@ class Runtime:
         Raises:
             RuntimeStartError: no Ray at the address, or it does not start.
         """
-        address = address or os.environ.get("RAY_ADDRESS") or None
         options = {
             "namespace": namespace,
             "log_to_driver": verbose,
@@ -196,14 +225,14 @@ class Runtime:
 
     @classmethod
     def _join(cls, address: str, options: Mapping[str, Any]) -> Runtime:
-        os.environ.update(quiet_environment())
+        os.environ.update(quiet_environment() | authentication_environment())
         ray = _import_ray()
         try:
             context = ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RuntimeStartError(
-                f"no Ray cluster at {address!r} ({_last_line(str(error))}); start one with "
-                "'ray start --head', or leave --address out to let Paceline start its own"
+                f"cannot join a Ray cluster at {address!r} ({_last_line(str(error))}); start one with "
+                "'ray start --head', or let Paceline start its own with --address local"
             ) from error
         return cls(temp_dir=None, started_ray=False, ray_address=str(context.address_info["gcs_address"]))
 
@@ -247,6 +276,12 @@ class Runtime:
         from ray.serve.config import gRPCOptions
 
         if serve.status().proxies:
+            if port_is_free(port, "0.0.0.0"):
+                raise RuntimeStartError(
+                    f"Ray Serve runs on {self.ray_address} already, without gRPC on port {port}: it must have "
+                    "been started with that port and Paceline's servicer, see docs/operations.md; or let "
+                    "Paceline start a Ray of its own with --address local"
+                )
             return
         if self._started_ray and not port_is_free(port, "0.0.0.0"):
             raise RuntimeStartError(f"port {port} is in use; choose another one with --port")

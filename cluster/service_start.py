@@ -23,6 +23,7 @@ from paceline.cluster.runtime import (
     RuntimeStartError,
     free_port,
     port_is_free,
+    running_cluster,
 )
 from paceline.cluster.tokenization import load_codec
 from paceline.protos import generation_pb2 as proto
@@ -92,6 +93,17 @@ def required_cpus(config: PacelineConfig) -> int:
     return max(os.cpu_count() or 1, int(reserved) + 1)
 
 
+def cluster_to_join(config: PacelineConfig, address: str | None) -> str | None:
+    """Address of the Ray cluster to serve on; None = start one.
+
+    The first of: ``address``, ``config.ray.address``, ``RAY_ADDRESS``, the Ray that runs on this machine.
+    ``local``, or a configuration that says what a cluster started here is to be like, asks for an own one.
+    """
+    started_here = not config.ray.model_fields_set.isdisjoint(("num_cpus", "include_dashboard"))
+    wanted = address or config.ray.address or ("local" if started_here else os.environ.get("RAY_ADDRESS"))
+    return None if wanted == "local" else wanted or running_cluster()
+
+
 @contextlib.contextmanager
 def serving(
     config: PacelineConfig,
@@ -105,21 +117,21 @@ def serving(
     """A running service for the length of the block; afterwards it is drained and gone.
 
     Args:
-        address: a running Ray cluster to join (``auto``: this machine's), before ``config.ray.address``
-            and ``RAY_ADDRESS``. None and neither of those: start an own one.
+        address: Ray cluster to join; ``auto``: this machine's; ``local``: start one. None: see
+            ``cluster_to_join``.
         on_stage: told in a few words what happens next.
 
     Raises:
         RuntimeStartError: the service does not come up; what was started has been stopped again.
     """
     port = config.gateway.grpc_port
-    address = address or config.ray.address
-    if not address and not os.environ.get("RAY_ADDRESS") and not port_is_free(port, "0.0.0.0"):
+    joined = cluster_to_join(config, address)
+    if joined is None and not port_is_free(port, "0.0.0.0"):
         # Found out before the seconds that Ray needs.
         raise RuntimeStartError(f"port {port} is in use; choose another one with --port")
-    on_stage("joining Ray" if address else "starting Ray")
+    on_stage(f"joining the Ray at {joined}" if joined else "starting Ray")
     runtime = Runtime.open(
-        address=None if address == "local" else address,
+        address=joined,
         num_cpus=config.ray.num_cpus or required_cpus(config),
         include_dashboard=config.ray.include_dashboard,
         namespace=config.ray.namespace,

@@ -299,7 +299,7 @@ def test_serve_refuses_a_busy_port_before_it_starts_anything(monkeypatch: pytest
     try:
         assert not port_is_free(port)
         config = merged_config(None, {"model": "emulated://m", "gateway.grpc_port": port})
-        with pytest.raises(RuntimeStartError, match="--port"), serving(config):
+        with pytest.raises(RuntimeStartError, match="--port"), serving(config, address="local"):
             pass
     finally:
         server.stop(None).wait()

@@ -77,9 +77,11 @@ def served(
     path.write_text(CONFIG.format(port=port))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
     environment["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if request.param == "haproxy" else "0"
-    environment.pop("RAY_ADDRESS", None)
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline.cluster.cli", "serve", str(path), "--timeout", str(START_SECONDS)],
+        [
+            *(sys.executable, "-m", "paceline.cluster.cli", "serve", str(path), "--address", "local"),
+            *("--timeout", str(START_SECONDS)),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -140,7 +142,9 @@ def test_status_finds_the_pools(served: ServeProcess) -> None:
 
 
 def test_a_second_service_on_the_port_is_refused(served: ServeProcess) -> None:
-    found = paceline("serve", "--model", "emulated://other", "--port", str(served.port))
+    found = paceline(
+        *("serve", "--model", "emulated://other", "--port", str(served.port), "--address", "local")
+    )
     assert found.returncode == 1
     assert f"port {served.port} is in use; choose another one with --port" in found.stderr
 
