@@ -10,6 +10,9 @@ from __future__ import annotations
 from paceline.actors.engine import messages as m
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.parameters import (
+    MAX_LOGPROBS,
+    Constraint,
+    ConstraintKind,
     FinishReason,
     SamplingParams,
     SpeculationParams,
@@ -43,26 +46,24 @@ _REASON_FROM_PROTO = {number: reason for reason, number in _REASON_TO_PROTO.item
 
 
 def sampling_to_proto(params: SamplingParams) -> generation.SamplingParams:
+    """All but the constraint, which travels beside it."""
     return generation.SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
         seed=params.seed,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        bad_token_ids=params.bad_token_ids,
     )
 
 
-def sampling_from_proto(proto: generation.SamplingParams) -> SamplingParams:
-    """Every field that the engine does not know is refused, never ignored."""
-    unsupported = {
-        "repetition_penalty": proto.HasField("repetition_penalty") and proto.repetition_penalty != 1.0,
-        "presence_penalty": proto.presence_penalty != 0.0,
-        "frequency_penalty": proto.frequency_penalty != 0.0,
-        "logit_bias": len(proto.logit_bias) > 0,
-    }
-    for name, is_set in unsupported.items():
-        if is_set:
-            raise InvalidArgumentError(f"sampling.{name}", "is not supported; leave it unset")
+def sampling_from_proto(
+    proto: generation.SamplingParams, constraint: Constraint | None = None
+) -> SamplingParams:
     for name in ("temperature", "seed"):
         if not proto.HasField(name):
             raise InvalidArgumentError(f"sampling.{name}", "must be resolved before a sequence is placed")
@@ -72,7 +73,45 @@ def sampling_from_proto(proto: generation.SamplingParams) -> SamplingParams:
         top_p=proto.top_p if proto.HasField("top_p") else 1.0,
         min_p=proto.min_p,
         seed=proto.seed,
+        repetition_penalty=proto.repetition_penalty if proto.HasField("repetition_penalty") else 1.0,
+        presence_penalty=proto.presence_penalty,
+        frequency_penalty=proto.frequency_penalty,
+        logit_bias=tuple(sorted(proto.logit_bias.items())),
+        bad_token_ids=tuple(proto.bad_token_ids),
+        constraint=constraint,
     )
+
+
+def constraint_to_proto(constraint: Constraint | None) -> generation.Constraint | None:
+    if constraint is None:
+        return None
+    if constraint.kind is ConstraintKind.CHOICE:
+        return generation.Constraint(choice=generation.Constraint.Choices(values=constraint.choices))
+    return generation.Constraint(**{constraint.kind.value: constraint.text})  # type: ignore[arg-type]
+
+
+def constraint_from_proto(proto: generation.Constraint) -> Constraint:
+    """Raises: InvalidArgumentError where no kind is set."""
+    kind = proto.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgumentError("constraint", "one of json_schema, regex, choice and grammar must be set")
+    if kind == "choice":
+        return Constraint(ConstraintKind.CHOICE, choices=tuple(proto.choice.values))
+    return Constraint(ConstraintKind(kind), text=getattr(proto, kind))
+
+
+def rule_to_proto(rule: VerificationRule) -> generation.VerificationRule:
+    return _RULE_TO_PROTO[rule]
+
+
+def rule_from_proto(field: str, number: int) -> VerificationRule:
+    """Unspecified means coupled. Raises: InvalidArgumentError for a rule that this build does not know."""
+    if number == generation.VERIFICATION_RULE_UNSPECIFIED:
+        return VerificationRule.COUPLED
+    rule = _RULE_FROM_PROTO.get(number)  # type: ignore[call-overload]
+    if rule is None:
+        raise InvalidArgumentError(field, f"unknown rule {number}")
+    return rule  # type: ignore[no-any-return]
 
 
 def speculation_to_proto(params: SpeculationParams) -> generation.SpeculationParams:
@@ -82,14 +121,10 @@ def speculation_to_proto(params: SpeculationParams) -> generation.SpeculationPar
 
 
 def speculation_from_proto(proto: generation.SpeculationParams) -> SpeculationParams:
-    rule: VerificationRule | None = VerificationRule.COUPLED
-    if proto.verification != generation.VERIFICATION_RULE_UNSPECIFIED:
-        rule = _RULE_FROM_PROTO.get(proto.verification)
-    if rule is None:
-        raise InvalidArgumentError("speculation.verification", f"unknown rule {proto.verification}")
     bounded = proto.HasField("num_speculative_tokens")
     return SpeculationParams(
-        num_speculative_tokens=proto.num_speculative_tokens if bounded else None, rule=rule
+        num_speculative_tokens=proto.num_speculative_tokens if bounded else None,
+        rule=rule_from_proto("speculation.verification", proto.verification),
     )
 
 
@@ -144,6 +179,8 @@ def submit_to_proto(submit: m.Submit) -> execution.Submit:
             stop_token_ids=sorted(submit.stopping.stop_token_ids),
         ),
         speculation=speculation_to_proto(submit.speculation),
+        logprobs=submit.logprobs,
+        constraint=constraint_to_proto(submit.sampling.constraint),
     )
 
 
@@ -171,13 +208,16 @@ def submit_from_proto(proto: execution.Submit) -> m.Submit:
         epoch=proto.epoch,
         token_ids=token_ids,
         prompt_length=proto.prompt_length,
-        sampling=sampling_from_proto(proto.sampling),
+        sampling=sampling_from_proto(
+            proto.sampling, constraint_from_proto(proto.constraint) if proto.HasField("constraint") else None
+        ),
         stopping=StoppingParams(
             max_tokens=proto.stopping.max_tokens,
             min_tokens=proto.stopping.min_tokens,
             stop_token_ids=frozenset(stop_token_ids),
         ),
         speculation=speculation_from_proto(proto.speculation),
+        logprobs=min(proto.logprobs, MAX_LOGPROBS) if proto.HasField("logprobs") else None,
     )
 
 
@@ -196,6 +236,13 @@ def committed_to_proto(committed: m.Committed) -> execution.Committed:
         base_position=committed.base_position,
         token_ids=committed.token_ids,
         accepted=committed.accepted,
+        logprobs=[
+            generation.PositionLogprobs(
+                chosen=generation.TokenLogprob(token_id=token_id, logprob=item.logprob),
+                top=[generation.TokenLogprob(token_id=other, logprob=value) for other, value in item.top],
+            )
+            for token_id, item in zip(committed.token_ids, committed.logprobs, strict=False)
+        ],
     )
 
 
@@ -206,6 +253,10 @@ def committed_from_proto(proto: execution.Committed) -> m.Committed:
         base_position=proto.base_position,
         token_ids=tuple(proto.token_ids),
         accepted=tuple(proto.accepted),
+        logprobs=tuple(
+            m.TokenLogprobs(item.chosen.logprob, tuple((entry.token_id, entry.logprob) for entry in item.top))
+            for item in proto.logprobs
+        ),
     )
 
 
@@ -298,6 +349,7 @@ def candidates_to_proto(candidates: m.Candidates) -> verification.Candidates:
         base_position=candidates.base_position,
         token_ids=candidates.token_ids,
         revision=candidates.revision,
+        laws=[verification.DraftLaw(token_ids=law.token_ids, weights=law.weights) for law in candidates.laws],
     )
 
 
@@ -308,6 +360,7 @@ def candidates_from_proto(proto: verification.Candidates) -> m.Candidates:
         base_position=proto.base_position,
         token_ids=tuple(proto.token_ids),
         revision=proto.revision,
+        laws=tuple(m.DraftLaw(tuple(law.token_ids), tuple(law.weights)) for law in proto.laws),
     )
 
 
@@ -326,6 +379,13 @@ def open_to_proto(opened: m.Open) -> verification.Open:
         token_ids=opened.token_ids,
         sampling=sampling_to_proto(opened.sampling),
         window=opened.window,
+        prompt_length=opened.prompt_length,
+        stopping=generation.StoppingParams(
+            min_tokens=opened.stopping.min_tokens, stop_token_ids=sorted(opened.stopping.stop_token_ids)
+        ),
+        constraint=constraint_to_proto(opened.sampling.constraint),
+        rule=rule_to_proto(opened.rule),
+        draft_seed=opened.draft_seed,
     )
 
 
@@ -338,8 +398,19 @@ def open_from_proto(proto: verification.Open) -> m.Open:
         sequence_id=proto.sequence_id,
         epoch=proto.epoch,
         token_ids=token_ids,
-        sampling=sampling_from_proto(proto.sampling),
+        sampling=sampling_from_proto(
+            proto.sampling, constraint_from_proto(proto.constraint) if proto.HasField("constraint") else None
+        ),
         window=proto.window,
+        prompt_length=min(proto.prompt_length, len(token_ids)),
+        stopping=StoppingParams(
+            # The draft ends nothing; the bound only has to admit min_tokens.
+            max_tokens=max(proto.stopping.min_tokens, 1),
+            min_tokens=proto.stopping.min_tokens,
+            stop_token_ids=frozenset(proto.stopping.stop_token_ids),
+        ),
+        rule=rule_from_proto("rule", proto.rule),
+        draft_seed=proto.draft_seed,
     )
 
 

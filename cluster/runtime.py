@@ -278,9 +278,9 @@ class Runtime:
         if serve.status().proxies:
             if port_is_free(port, "0.0.0.0"):
                 raise RuntimeStartError(
-                    f"Ray Serve runs on {self.ray_address} already, without gRPC on port {port}: it must have "
-                    "been started with that port and Paceline's servicer, see docs/operations.md; or let "
-                    "Paceline start a Ray of its own with --address local"
+                    f"Ray Serve runs on {self.ray_address} already, without gRPC on port {port}: it must "
+                    "have been started with that port and Paceline's servicer, see docs/operations.md; or "
+                    "let Paceline start a Ray of its own with --address local"
                 )
             return
         if self._started_ray and not port_is_free(port, "0.0.0.0"):

@@ -26,7 +26,7 @@ class GatewayHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., gateway_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "token_ids", "prompt_length", "sampling", "stopping", "eos_token_ids", "speculation")
+    __slots__ = ("sequence_id", "epoch", "token_ids", "prompt_length", "sampling", "stopping", "eos_token_ids", "speculation", "logprobs", "constraint")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,8 @@ class Submit(_message.Message):
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -43,7 +45,9 @@ class Submit(_message.Message):
     stopping: _generation_pb2.StoppingParams
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     speculation: _generation_pb2.SpeculationParams
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[_generation_pb2.SpeculationParams, _Mapping]] = ...) -> None: ...
+    logprobs: int
+    constraint: _generation_pb2.Constraint
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[_generation_pb2.SpeculationParams, _Mapping]] = ..., logprobs: _Optional[int] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("sequence_id", "epoch")
@@ -82,18 +86,20 @@ class TargetWelcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., target_id: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., kv_capacity_tokens: _Optional[int] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "base_position", "token_ids", "accepted")
+    __slots__ = ("sequence_id", "epoch", "base_position", "token_ids", "accepted", "logprobs")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     base_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     accepted: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[bool]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.PositionLogprobs]
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("sequence_id", "epoch", "reason", "error", "speculation", "cached_prompt_tokens", "invalid_argument", "resource_exhausted")

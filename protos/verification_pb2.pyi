@@ -42,18 +42,28 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., draft_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_hash: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., capacity: _Optional[int] = ..., max_model_len: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
 class Candidates(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "base_position", "token_ids", "revision")
+    __slots__ = ("sequence_id", "epoch", "base_position", "token_ids", "revision", "laws")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    LAWS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     base_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     revision: int
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., revision: _Optional[int] = ...) -> None: ...
+    laws: _containers.RepeatedCompositeFieldContainer[DraftLaw]
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., revision: _Optional[int] = ..., laws: _Optional[_Iterable[_Union[DraftLaw, _Mapping]]] = ...) -> None: ...
+
+class DraftLaw(_message.Message):
+    __slots__ = ("token_ids", "weights")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("sequence_id", "epoch", "reason")
@@ -96,18 +106,28 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., target_id: _Optional[str] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "token_ids", "sampling", "window")
+    __slots__ = ("sequence_id", "epoch", "token_ids", "sampling", "window", "prompt_length", "stopping", "constraint", "rule", "draft_seed")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
+    CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SEED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _generation_pb2.SamplingParams
     window: int
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., window: _Optional[int] = ...) -> None: ...
+    prompt_length: int
+    stopping: _generation_pb2.StoppingParams
+    constraint: _generation_pb2.Constraint
+    rule: _generation_pb2.VerificationRule
+    draft_seed: int
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., window: _Optional[int] = ..., prompt_length: _Optional[int] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingParams, _Mapping]] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ..., rule: _Optional[_Union[_generation_pb2.VerificationRule, str]] = ..., draft_seed: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("sequence_id", "epoch", "base_position", "num_accepted", "committed_token_ids", "window")

@@ -7,21 +7,17 @@ Events of the targets come in (``open``, ``verdict``, ``close``), candidates and
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.config import DraftEngineConfig
+from paceline.actors.engine.draft_sampling import draw_candidates
 from paceline.actors.engine.draft_schedule import MAX_DECODE_TOKENS, PlannedSlice, PrefillPace, plan_step
 from paceline.actors.engine.draft_sequence import DraftSequence, SequenceKey, VerdictError
-from paceline.actors.engine.errors import NonFiniteLogitsError
 from paceline.actors.engine.messages import Candidates, Close, Decline, Open, Verdict
-from paceline.actors.engine.sampling import sample
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +267,7 @@ class DraftEngine:
                 num_prefill += num_tokens
 
         logits = self._runner.forward(batch)
-        chosen, broken = _sample(logits, sampled)
+        chosen, broken = draw_candidates(logits, sampled)
 
         # Nothing is recorded before the whole pass has succeeded.
         for sequence, num_tokens in plan:
@@ -335,33 +331,3 @@ class DraftEngine:
         for sequence in [item for item in self._sequences.values() if item.key.peer == peer]:
             self._remove(sequence)
         self._declines.pop(peer, None)
-
-
-def _sample(
-    logits: torch.Tensor, sequences: Sequence[DraftSequence]
-) -> tuple[list[tuple[DraftSequence, int]], list[DraftSequence]]:
-    """Draw the next token of each sequence from its row; return them, and the sequences without a law."""
-    if not sequences:
-        return [], []
-    restricted = _restrict(logits, [sequence.vocab_size for sequence in sequences])
-    params = [sequence.params for sequence in sequences]
-    positions = [len(sequence.token_ids) for sequence in sequences]
-    try:
-        return list(zip(sequences, sample(restricted, params, positions), strict=True)), []
-    except NonFiniteLogitsError as error:
-        bad = set(error.rows)
-    broken = [sequences[row] for row in sorted(bad)]
-    good = [row for row in range(len(sequences)) if row not in bad]
-    chosen, _ = _sample(logits[good], [sequences[row] for row in good])
-    return chosen, broken
-
-
-def _restrict(logits: torch.Tensor, vocab_sizes: Sequence[int]) -> torch.Tensor:
-    """Logits ``[R, V]`` with the ids that a row's target does not have removed (cut off, or −inf)."""
-    widest = max(vocab_sizes)
-    logits = logits[:, :widest]
-    if min(vocab_sizes) == widest:
-        return logits
-    sizes = torch.tensor(vocab_sizes, device=logits.device)
-    outside = torch.arange(widest, device=logits.device) >= sizes[:, None]
-    return logits.masked_fill(outside, -math.inf)

@@ -235,7 +235,15 @@ class DraftBook:
         close = Close(sequence.sequence_id, sequence.epoch)
         output.closes = [event for event in output.closes if event != close]
         output.opens.append(
-            Open(sequence.sequence_id, sequence.epoch, tuple(sequence.token_ids), sequence.sampling, window)
+            Open(
+                sequence_id=sequence.sequence_id,
+                epoch=sequence.epoch,
+                token_ids=tuple(sequence.token_ids),
+                sampling=sequence.sampling,
+                window=window,
+                prompt_length=sequence.prompt_length,
+                stopping=sequence.stopping,
+            )
         )
 
     def check_invariants(self, live: Iterable[TargetSequence]) -> None:

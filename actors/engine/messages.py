@@ -6,7 +6,7 @@ Positions are absolute indices into a sequence, prompt included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.actors.engine.parameters import (
     FinishReason,
@@ -14,6 +14,7 @@ from paceline.actors.engine.parameters import (
     SpeculationParams,
     SpeculationStats,
     StoppingParams,
+    VerificationRule,
 )
 
 # ---------------------------------------------------------------- gateway -> target
@@ -31,6 +32,8 @@ class Submit:
     sampling: SamplingParams
     stopping: StoppingParams
     speculation: SpeculationParams
+    logprobs: int | None = None
+    """Top entries to report for each committed token; None = no logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,16 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position."""
+
+    logprob: float
+    """Of the committed token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log probability), most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     sequence_id: str
     epoch: int
@@ -50,6 +63,8 @@ class Committed:
     token_ids: tuple[int, ...]
     accepted: tuple[bool, ...]
     """Entry i: token_ids[i] was an accepted draft token."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token where the sequence asked for them, else none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,15 @@ class DraftHello:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftLaw:
+    """A sparse law, quantised before the draft drew from it: probability i is weights[i] / sum(weights)."""
+
+    token_ids: tuple[int, ...]
+    weights: tuple[int, ...]
+    """Positive integers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Candidates:
     """A draft's chain at ``base_position``. Within one ``revision`` the chain has no gaps."""
 
@@ -98,6 +122,8 @@ class Candidates:
     base_position: int
     token_ids: tuple[int, ...]
     revision: int
+    laws: tuple[DraftLaw, ...] = ()
+    """One per token under the standard and block rules; none under coupled, and for tokens without a law."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +146,13 @@ class Open:
     sampling: SamplingParams
     window: int
     """Tokens past the committed ones that the draft may hold; 0 = rest."""
+    prompt_length: int = 0
+    """Where the completion begins; 0 = all of ``token_ids`` are prompt."""
+    stopping: StoppingParams = field(default_factory=lambda: StoppingParams(max_tokens=1))
+    """Of which ``min_tokens`` and ``stop_token_ids`` shape the law."""
+    rule: VerificationRule = VerificationRule.COUPLED
+    draft_seed: int = 0
+    """What the draft draws with under the standard and block rules; no other stay at any draft shares it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,12 @@ GREEDY_TEMPERATURE = 1e-3
 it changed which token wins. One threshold for target, draft and every rule."""
 
 MAX_SEED = 2**64 - 1
+MAX_LOGIT_BIAS = 100.0
+"""A bias of this size is absolute: −100 forbids a token, +100 allows no other."""
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_TOKENS = 1024
+MAX_LOGPROBS = 20
+"""Most top entries reported for a token."""
 
 
 class VerificationRule(Enum):
@@ -35,9 +41,26 @@ def _check(name: str, value: float, low: float, high: float, shown: str) -> None
         raise InvalidArgumentError(name, f"must be {shown}, got {value}")
 
 
+class ConstraintKind(Enum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What the completion's text must look like."""
+
+    kind: ConstraintKind
+    text: str = ""
+    """The schema, expression or grammar; empty for a choice."""
+    choices: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is drawn from the target's logits.
+    """The law that a token is drawn from, given the target's logits.
 
     Raises:
         InvalidArgumentError: on construction, naming the field and its range.
@@ -48,6 +71,14 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value added to its logit), ids ascending and different."""
+    bad_token_ids: tuple[int, ...] = ()
+    """Ascending and different; never drawn."""
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _check("sampling.temperature", self.temperature, 0.0, 100.0, "a number in [0, 100]")
@@ -60,6 +91,51 @@ class SamplingParams:
             raise InvalidArgumentError(
                 "sampling.seed", f"must be an unsigned 64-bit integer, got {self.seed}"
             )
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise InvalidArgumentError(
+                "sampling.repetition_penalty", f"must be a number in (0, 100], got {self.repetition_penalty}"
+            )
+        _check("sampling.presence_penalty", self.presence_penalty, -2.0, 2.0, "a number in [-2, 2]")
+        _check("sampling.frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number in [-2, 2]")
+        self._check_logit_bias()
+        self._check_bad_token_ids()
+
+    def _check_logit_bias(self) -> None:
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidArgumentError(
+                "sampling.logit_bias",
+                f"may have at most {MAX_BIASED_TOKENS} tokens, got {len(self.logit_bias)}",
+            )
+        previous = -1
+        for token_id, value in self.logit_bias:
+            if token_id <= previous:
+                raise InvalidArgumentError(
+                    "sampling.logit_bias", f"must have ascending ids >= 0, got {token_id} after {previous}"
+                )
+            previous = token_id
+            name = f"sampling.logit_bias[{token_id}]"
+            _check(name, value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, "a number in [-100, 100]")
+
+    def _check_bad_token_ids(self) -> None:
+        ids = self.bad_token_ids
+        if len(ids) > MAX_BAD_TOKENS:
+            raise InvalidArgumentError(
+                "sampling.bad_token_ids", f"may have at most {MAX_BAD_TOKENS} ids, got {len(ids)}"
+            )
+        if any(second <= first for first, second in zip((-1, *ids), ids, strict=False)):
+            raise InvalidArgumentError("sampling.bad_token_ids", "must be ascending ids >= 0")
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether anything besides temperature and truncation changes the logits (``min_tokens`` apart)."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.bad_token_ids
+            or self.constraint
+        )
 
     @property
     def greedy(self) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +59,24 @@ class _Cut:
     last_id: int
 
 
-def process_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Log weights after temperature, min-p, top-k and top-p.
+class LogitEdit(Protocol):
+    """What a sequence's processors do to the logits of one position, before the temperature."""
+
+    def apply(self, values: Logits) -> None:
+        """Change ``values`` [V] float32 in place."""
+
+
+Edits = Sequence[LogitEdit | None]
+"""One per row; None = the row stays as it is."""
+
+
+def process_logits(
+    logits: torch.Tensor, params: Sequence[SamplingParams], edits: Edits | None = None
+) -> torch.Tensor:
+    """Log weights after edits, temperature, min-p, top-k and top-p.
 
     Args:
-        logits: ``[R, V]`` float32.
+        logits: ``[R, V]`` float32, not changed.
         params: one per row.
 
     Returns:
@@ -74,6 +87,7 @@ def process_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
         NonFiniteLogitsError: naming the rows without a law.
     """
     _check_shapes(logits, len(params))
+    logits = edited(logits, edits)
     best_ids = _best_ids(logits)
     host = _to_host(logits)
     weights = np.full(host.shape, -np.inf)
@@ -89,7 +103,12 @@ def process_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
     return torch.from_numpy(weights).to(logits.device)
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    edits: Edits | None = None,
+) -> list[int]:
     """Draw one token per row.
 
     Args:
@@ -98,7 +117,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
         positions: one per row, the absolute index in its sequence of the token being drawn.
 
     Returns:
-        R token ids. Row r depends on ``logits[r]``, ``params[r]`` and ``positions[r]`` only. Greedy rows have
+        R token ids. Row r depends on the r-th entry of each argument only. Greedy rows have
         the argmax, ties to the lowest id.
 
     Raises:
@@ -107,6 +126,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     _check_shapes(logits, len(params))
     if len(positions) != len(params):
         raise ValueError(f"{len(params)} rows but {len(positions)} positions")
+    logits = edited(logits, edits)
     tokens = _best_ids(logits)
     random_rows = [row for row, wanted in enumerate(params) if not wanted.greedy and wanted.top_k != 1]
     if not random_rows:
@@ -122,6 +142,17 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     for row, token in zip(random_rows, drawn, strict=True):
         tokens[row] = token
     return tokens
+
+
+def edited(logits: torch.Tensor, edits: Edits | None) -> torch.Tensor:
+    """``logits`` [R, V] with the edits applied: itself where there are none, else a copy on the host."""
+    if edits is None or not any(edits):
+        return logits
+    host = _to_host(logits).copy()
+    for values, edit in zip(host, edits, strict=True):
+        if edit is not None:
+            edit.apply(values)
+    return torch.from_numpy(host)
 
 
 def _check_shapes(logits: torch.Tensor, num_rows: int) -> None:

@@ -8,16 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
-
-import torch
 
 from paceline.actors.engine.admission import check_submit
 from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.config import TargetEngineConfig
 from paceline.actors.engine.drafts import DraftBook
-from paceline.actors.engine.errors import InvalidArgumentError, NonFiniteLogitsError
+from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.messages import (
     Cancel,
     Candidates,
@@ -30,7 +27,6 @@ from paceline.actors.engine.messages import (
 )
 from paceline.actors.engine.parameters import FinishReason, SpeculationStats
 from paceline.actors.engine.proposer import NgramProposer
-from paceline.actors.engine.sampling import sample
 from paceline.actors.engine.scheduler import Plan, ScheduledSequence, Scheduler
 from paceline.actors.engine.sequence import SequenceStatus, TargetSequence
 from paceline.actors.engine.speculation import Proposal, Speculator
@@ -43,7 +39,8 @@ from paceline.actors.engine.target_output import (
     TargetOutbox,
     TargetSnapshot,
 )
-from paceline.actors.engine.verification import Verification, verify_coupled
+from paceline.actors.engine.verification import Verification
+from paceline.actors.engine.verifier import verify_step
 
 __all__ = [
     "DraftOutput",
@@ -162,7 +159,7 @@ class TargetEngine:
         try:
             logits = self._runner.forward(batch)
             model_seconds = self._clock() - computing
-            verifications = self._verify(plan, logits)
+            verifications = verify_step(plan.scheduled, logits)
         except Exception as error:  # whatever a model raises: these sequences end, the process stays
             self._fail(plan, error)
             return
@@ -179,51 +176,6 @@ class TargetEngine:
     def _admit(self) -> None:
         self._scheduler.admit()
         self._book.place(self._scheduler.running, self._speculator.initial_window)
-
-    def _verify(self, plan: Plan, logits: torch.Tensor) -> list[Verification | None]:
-        """What each scheduled sequence commits.
-
-        Args:
-            logits: float32 ``[R, vocab_size]``, R = all ``num_logits`` of the plan; a sequence's row i is the
-                law of the token after its last committed token and i tokens of its tail.
-
-        Returns:
-            One entry per scheduled sequence: no tokens for a prompt chunk, None where logits are not numbers.
-        """
-        counts = [item.num_logits for item in plan.scheduled]
-        num_rows = sum(counts)
-        if logits.shape[0] != num_rows:
-            raise ValueError(f"the model returned {logits.shape[0]} rows of logits, asked for {num_rows}")
-        if num_rows == 0:
-            return [Verification(0, ())] * len(counts)
-        params = list(
-            chain.from_iterable(
-                [item.sequence.sampling] * count for item, count in zip(plan.scheduled, counts, strict=True)
-            )
-        )
-        positions = list(
-            chain.from_iterable(
-                range(len(item.sequence.token_ids), len(item.sequence.token_ids) + count)
-                for item, count in zip(plan.scheduled, counts, strict=True)
-            )
-        )
-        try:
-            samples, bad = sample(logits, params, positions), frozenset[int]()
-        except NonFiniteLogitsError as error:
-            bad = frozenset(error.rows)
-            usable = logits.index_fill(0, torch.tensor(error.rows, device=logits.device), 0.0)
-            samples = sample(usable, params, positions)
-        verifications: list[Verification | None] = []
-        row = 0
-        for item, count in zip(plan.scheduled, counts, strict=True):
-            if count == 0:
-                verifications.append(Verification(0, ()))
-            elif bad and not bad.isdisjoint(range(row, row + count)):
-                verifications.append(None)
-            else:
-                verifications.append(verify_coupled(item.tail, samples[row : row + count]))
-            row += count
-        return verifications
 
     def _update(
         self,
