@@ -20,7 +20,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
 SOURCES := actors cluster
-BENCHMARKS := overhead single_stream
+BENCHMARKS := overhead single_stream prefix_cache
 PROTOS := $(wildcard protos/*.proto)
 TYPING := build/typing
 GENERATED := build/protos

@@ -17,6 +17,7 @@ from paceline.actors.engine.draft_engine import CandidateOutput, DraftEngine
 from paceline.actors.engine.errors import IncompatibleDraftError
 from paceline.actors.engine.messages import DraftHello
 from paceline.actors.engine_loop import EngineFailedError, EngineLoop
+from paceline.actors.grammar import GrammarCompiler
 from paceline.actors.model_spec import LoadedModel, ModelSpec
 from paceline.actors.verification_client import VerificationClient
 
@@ -68,6 +69,7 @@ class DraftActor:
         self._engine_loop: EngineLoop[DraftEngine, dict[str, CandidateOutput]] | None = None
         self._hello: DraftHello | None = None
         self._vocabulary_hash = b""
+        self._constraints: GrammarCompiler | None = None
         self._connections: dict[str, _Connection] = {}
         self._peers: dict[str, VerificationClient] = {}
         self._refused: dict[str, tuple[str, str]] = {}
@@ -91,7 +93,8 @@ class DraftActor:
         )
         self._vocabulary_hash = model.vocabulary_hash
         self._hello = self._make_hello(model)
-        engine = DraftEngine(model.runner, self.spec.engine)
+        engine = DraftEngine(model.runner, self.spec.engine, constraints=model.constraints)
+        self._constraints = model.constraints
         self._engine_loop = EngineLoop(
             engine,
             wait_seconds=lambda: 0.0 if engine.has_work() else None,
@@ -235,6 +238,7 @@ class DraftActor:
             vocabulary_hash=self._vocabulary_hash,
             engine_loop=self._engine_loop,
             settings=self.spec.channels,
+            constraints=self._constraints,
             on_attached=self._answered.set,
         )
         self._peers[client.peer] = client

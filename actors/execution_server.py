@@ -19,6 +19,7 @@ from paceline.actors.engine.messages import Cancel, Finished, Load, Submit
 from paceline.actors.engine.parameters import FinishReason, SpeculationStats
 from paceline.actors.engine.target_engine import GatewayOutput, TargetEngine
 from paceline.actors.engine_loop import EngineLoop
+from paceline.actors.grammar import GrammarCompiler, prepare_constraint
 from paceline.actors.identity import TargetIdentity
 from paceline.actors.outgoing import PendingCommits
 from paceline.actors.server_stream import ServerStream, StreamEndError, StreamStatus, answering
@@ -52,8 +53,10 @@ class ExecutionServicer(pb_grpc.ExecutionServiceServicer):
         identity: TargetIdentity,
         engine_loop: EngineLoop[TargetEngine, OutputT],
         settings: ChannelSettings,
+        constraints: GrammarCompiler | None = None,
     ) -> None:
         self._identity = identity
+        self._constraints = constraints
         self._engine_loop = engine_loop
         self._settings = settings
         self._gateways: dict[str, AttachedGateway] = {}
@@ -140,7 +143,7 @@ class ExecutionServicer(pb_grpc.ExecutionServiceServicer):
         logger.info("gateway %s attached", gateway.peer)
 
         async def on_request(message: pb.ExecutionRequest) -> None:
-            self._handle(gateway, message)
+            await self._handle(gateway, message)
             await self._engine_loop.relieve()
 
         try:
@@ -150,12 +153,15 @@ class ExecutionServicer(pb_grpc.ExecutionServiceServicer):
             self._engine_loop.post(lambda engine: engine.gateway_left(gateway.peer))
             logger.info("gateway %s left", gateway.peer)
 
-    def _handle(self, gateway: AttachedGateway, message: pb.ExecutionRequest) -> None:
+    async def _handle(self, gateway: AttachedGateway, message: pb.ExecutionRequest) -> None:
         peer = gateway.peer
         submits: list[Submit] = []
         for proto in message.submits:
             try:
-                submits.append(wire.submit_from_proto(proto))
+                submit = wire.submit_from_proto(proto)
+                # Here, not on the engine's thread: a step of everybody would wait for it.
+                await prepare_constraint(self._constraints, submit.sampling.constraint)
+                submits.append(submit)
             except InvalidArgumentError as error:
                 gateway.pending.add([], [_refusal(proto, error)])
                 gateway.stream.mailbox.notify()

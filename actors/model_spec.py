@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.actors import threads, weights
+from paceline.actors import grammar_vocabulary, threads, weights
+from paceline.actors.end_tokens import end_token_ids
 from paceline.actors.engine.batch import ModelRunner
 from paceline.actors.engine.errors import ModelError
+from paceline.actors.grammar import GrammarCompiler
 from paceline.actors.vocabulary import emulated_vocabulary_hash, vocabulary_hash
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,8 @@ class LoadedModel:
 
     runner: WarmableRunner
     vocabulary_hash: bytes
+    constraints: GrammarCompiler
+    """Reads the vocabulary when the first constraint comes."""
 
 
 def prepare_thread(spec: ModelSpec) -> None:
@@ -100,7 +105,9 @@ def _load_emulated(spec: ModelSpec, source: str) -> LoadedModel:
     runner = EmulatedRunner.from_source(
         source, num_blocks=spec.num_blocks or EMULATED_NUM_BLOCKS, block_size=spec.block_size
     )
-    return LoadedModel(runner, emulated_vocabulary_hash(runner.vocab_size))
+    size = runner.vocab_size
+    compiler = GrammarCompiler(lambda: grammar_vocabulary.emulated(size), size)
+    return LoadedModel(runner, emulated_vocabulary_hash(size), compiler)
 
 
 def _load_transformers(spec: ModelSpec, source: str) -> LoadedModel:
@@ -113,7 +120,7 @@ def _load_transformers(spec: ModelSpec, source: str) -> LoadedModel:
     device = _device(spec.device)
     quantization = resolve_quantization(spec.quantization, torch.device(device))
     dtype = resolve_dtype(spec.dtype, source, trust_remote_code=spec.trust_remote_code)
-    vocabulary = _vocabulary(spec, source)
+    tokenizer, vocabulary = _vocabulary(spec, source)
     config: Any = load_model_config(source, trust_remote_code=spec.trust_remote_code)
     num_blocks = spec.num_blocks
     if num_blocks is None:
@@ -152,7 +159,8 @@ def _load_transformers(spec: ModelSpec, source: str) -> LoadedModel:
             spec.source,
             str(dtype).removeprefix("torch."),
         )
-    return LoadedModel(runner, vocabulary_hash(vocabulary))
+    compiler = GrammarCompiler(_grammar_vocabulary(spec, source, tokenizer), runner.vocab_size)
+    return LoadedModel(runner, vocabulary_hash(vocabulary), compiler)
 
 
 def _device(name: str) -> str:
@@ -166,7 +174,8 @@ def _device(name: str) -> str:
     return name
 
 
-def _vocabulary(spec: ModelSpec, source: str) -> dict[str, int]:
+def _vocabulary(spec: ModelSpec, source: str) -> tuple[Any, dict[str, int]]:
+    """The tokenizer, and token -> id."""
     from transformers import AutoTokenizer
 
     folder = spec.tokenizer or source
@@ -180,4 +189,14 @@ def _vocabulary(spec: ModelSpec, source: str) -> dict[str, int]:
         ) from error
     if not vocabulary:
         raise ModelError(f"{folder}: its tokenizer has no tokens")
-    return dict(vocabulary)
+    return tokenizer, dict(vocabulary)
+
+
+def _grammar_vocabulary(
+    spec: ModelSpec, source: str, tokenizer: Any
+) -> Callable[[], grammar_vocabulary.GrammarVocabulary]:
+    def load() -> grammar_vocabulary.GrammarVocabulary:
+        ends = end_token_ids(spec.tokenizer or source, tokenizer, trust_remote_code=spec.trust_remote_code)
+        return grammar_vocabulary.from_transformers(tokenizer, ends)
+
+    return load

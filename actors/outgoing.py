@@ -10,7 +10,7 @@ verdicts. ExecutionRequest: submits, cancels. ExecutionResponse: committed, fini
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -36,12 +36,15 @@ PendingT = TypeVar("PendingT", bound="Pending[object]")
 Key = tuple[str, int]
 """(sequence id, epoch): one placement of a sequence."""
 
+MAX_MESSAGE_TOKENS = 1 << 21
+"""Of the new sequences of one message, where it has more than one: some 8 MiB."""
+
 
 class Pending(Protocol[MessageT_co]):
     """Output that waits for the stream."""
 
     def take(self) -> MessageT_co | None:
-        """All of it as one message, or None where nothing waits."""
+        """What fits of it as one message, or None where nothing waits."""
 
 
 class Mailbox:
@@ -73,6 +76,17 @@ class Mailbox:
                 await self._changed.wait()
 
 
+def how_many_fit(num_tokens: Sequence[int]) -> int:
+    """How many of the first items go into one message: at least one, together at most so many tokens that
+    the message stays far below what a channel carries."""
+    total = 0
+    for count, tokens in enumerate(num_tokens):
+        total += tokens
+        if count and total > MAX_MESSAGE_TOKENS:
+            return count
+    return len(num_tokens)
+
+
 class PendingCommits:
     """Target -> gateway. Consecutive committed tokens of a sequence are joined; the latest load wins."""
 
@@ -91,6 +105,7 @@ class PendingCommits:
                     run[-1],
                     token_ids=run[-1].token_ids + item.token_ids,
                     accepted=run[-1].accepted + item.accepted,
+                    logprobs=run[-1].logprobs + item.logprobs,
                 )
             else:
                 run.append(item)
@@ -157,12 +172,21 @@ class PendingVerdicts:
     def take(self) -> verification.TargetMessage | None:
         if not self._closes and not self._opens and not self._verdicts:
             return None
+        num_opens = how_many_fit([len(item.token_ids) for item in self._opens.values()])
+        opens = list(self._opens.items())
+        self._opens = dict(opens[num_opens:])
+        waiting = {key: run for key, run in self._verdicts.items() if key in self._opens}
         message = verification.TargetMessage(
-            opens=[wire.open_to_proto(item) for item in self._opens.values()],
-            verdicts=[wire.verdict_to_proto(item) for run in self._verdicts.values() for item in run],
+            opens=[wire.open_to_proto(item) for _, item in opens[:num_opens]],
+            verdicts=[
+                wire.verdict_to_proto(item)
+                for key, run in self._verdicts.items()
+                if key not in waiting
+                for item in run
+            ],
             closes=[wire.close_to_proto(item) for item in self._closes.values()],
         )
-        self._closes, self._opens, self._verdicts = {}, {}, {}
+        self._closes, self._verdicts = {}, waiting
         return message
 
 
@@ -200,8 +224,12 @@ class PendingCandidates:
         run = self._candidates.setdefault((item.sequence_id, item.epoch), [])
         if run and run[-1].revision < item.revision:
             run.clear()
-        if run and run[-1].base_position + len(run[-1].token_ids) == item.base_position:
-            run[-1] = replace(run[-1], token_ids=run[-1].token_ids + item.token_ids)
+        follows = run and run[-1].base_position + len(run[-1].token_ids) == item.base_position
+        # Laws are one per token or none at all.
+        if follows and bool(run[-1].laws) == bool(item.laws):
+            run[-1] = replace(
+                run[-1], token_ids=run[-1].token_ids + item.token_ids, laws=run[-1].laws + item.laws
+            )
         else:
             run.append(item)
 
@@ -234,9 +262,13 @@ class PendingSubmits:
     def take(self) -> execution.ExecutionRequest | None:
         if not self._submits and not self._cancels:
             return None
+        num_submits = how_many_fit([len(item.token_ids) for item in self._submits])
+        submits, self._submits = self._submits[:num_submits], self._submits[num_submits:]
+        # What is cancelled has to be known first.
+        waiting = {(item.sequence_id, item.epoch) for item in self._submits}
         message = execution.ExecutionRequest(
-            submits=[wire.submit_to_proto(item) for item in self._submits],
-            cancels=[wire.cancel_to_proto(item) for item in self._cancels.values()],
+            submits=[wire.submit_to_proto(item) for item in submits],
+            cancels=[wire.cancel_to_proto(item) for key, item in self._cancels.items() if key not in waiting],
         )
-        self._submits, self._cancels = [], {}
+        self._cancels = {key: item for key, item in self._cancels.items() if key in waiting}
         return message

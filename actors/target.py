@@ -104,12 +104,12 @@ class TargetActor:
         model = await asyncio.to_thread(
             self._load_model, self.spec.model, max_num_batched_tokens=self.spec.engine.max_num_batched_tokens
         )
-        engine = TargetEngine(model.runner, self.spec.engine)
+        engine = TargetEngine(model.runner, self.spec.engine, constraints=model.constraints)
         loop = self._start_loop(engine)
         try:
             await loop.call(lambda engine: engine.measure_step_costs())
             identity = self._identity(model, engine)
-            self._execution = ExecutionServicer(identity, loop, self.spec.channels)
+            self._execution = ExecutionServicer(identity, loop, self.spec.channels, model.constraints)
             self._verification = VerificationServicer(identity, loop, self.spec.channels)
             self._server = grpc.aio.server(options=server_options(self.spec.channels))
             execution_pb2_grpc.add_ExecutionServiceServicer_to_server(self._execution, self._server)  # type: ignore[no-untyped-call]

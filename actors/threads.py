@@ -1,8 +1,13 @@
-"""Threads of a compute process: how many, and how they wait."""
+"""Threads of a compute process: how many, and how they wait; and how many compiled kernels it keeps."""
 
 from __future__ import annotations
 
 import sys
+
+KERNEL_CACHE_CAPACITY = 256
+"""Kernels that oneDNN, and torch's layer above it, each keep of what they compiled for an operation and a
+shape. One takes a quarter of a MiB, and by default both keep a thousand: a process that meets many sizes of
+steps would grow by half a GiB. Steps of the usual few sizes need some dozens."""
 
 SWITCH_INTERVAL_SECONDS = 0.0005
 """How long the engine's thread may keep the interpreter once the event loop wants it. Python's default
@@ -24,6 +29,8 @@ def thread_environment(num_threads: int) -> dict[str, str]:
         "GOMP_SPINCOUNT": "0",
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KERNEL_CACHE_CAPACITY),
+        "LRU_CACHE_CAPACITY": str(KERNEL_CACHE_CAPACITY),
     }
 
 

@@ -15,6 +15,7 @@ from paceline.actors.engine.draft_engine import CandidateOutput, DraftEngine
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.messages import Decline, DraftHello, Open
 from paceline.actors.engine_loop import EngineLoop
+from paceline.actors.grammar import GrammarCompiler, prepare_constraint
 from paceline.actors.outgoing import PendingCandidates
 from paceline.protos import verification_pb2 as pb
 from paceline.protos import verification_pb2_grpc as pb_grpc
@@ -46,6 +47,7 @@ class VerificationClient:
         vocabulary_hash: bytes,
         engine_loop: EngineLoop[DraftEngine, OutputT],
         settings: ChannelSettings,
+        constraints: GrammarCompiler | None = None,
         on_attached: Callable[[], None] = lambda: None,
     ) -> None:
         self.target_id = target_id
@@ -58,6 +60,7 @@ class VerificationClient:
             )
         )
         self._engine_loop = engine_loop
+        self._constraints = constraints
         self._pending = PendingCandidates()
         self._stream: ClientStream[pb.DraftMessage, pb.TargetMessage] = ClientStream(
             address, settings, _attach, self._pending
@@ -108,7 +111,7 @@ class VerificationClient:
     async def _on_message(self, message: pb.TargetMessage) -> None:
         """Closes first, then opens, then verdicts: the order that a merged message is made for."""
         closes = [wire.close_from_proto(item) for item in message.closes]
-        opens = [opened for item in message.opens if (opened := self._read_open(item)) is not None]
+        opens = [opened for item in message.opens if (opened := await self._read_open(item)) is not None]
         verdicts = [wire.verdict_from_proto(item) for item in message.verdicts]
         for close in closes:
             self._pending.forget(close.sequence_id, close.epoch)
@@ -124,10 +127,13 @@ class VerificationClient:
         self._engine_loop.post(event)
         await self._engine_loop.relieve()
 
-    def _read_open(self, proto: pb.Open) -> Open | None:
+    async def _read_open(self, proto: pb.Open) -> Open | None:
         """An open that cannot be read is declined alone."""
         try:
-            return wire.open_from_proto(proto)
+            opened = wire.open_from_proto(proto)
+            # Here, not on the engine's thread: a step of everybody would wait for it.
+            await prepare_constraint(self._constraints, opened.sampling.constraint)
+            return opened
         except InvalidArgumentError as error:
             self._pending.add([], [Decline(proto.sequence_id, proto.epoch, str(error))])
             self._stream.mailbox.notify()

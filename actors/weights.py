@@ -245,8 +245,12 @@ class WeightCache:
                 "`paceline models list` shows the models that can be pulled by name"
             )
         close = difflib.get_close_matches(source, self._catalog, n=1, cutoff=0.7)
-        if close and "/" not in source:
-            raise ModelError(f"no model {source!r} in the catalogue: did you mean {close[0]}?")
+        if "/" not in source:
+            hint = f"did you mean {close[0]}?" if close else "`paceline models list` shows its names"
+            raise ModelError(
+                f"no model {source!r} in the catalogue, and no such file or folder: {hint} "
+                "(a hub id is owner/name)"
+            )
         return source
 
     def _model_folder(self, key: str) -> Path:

@@ -155,6 +155,12 @@ def pool_counters() -> dict[str, Any]:
     return {name: pools[name]["replicas"][0] for name in ("target", "draft") if name in pools}
 
 
+def acceptance_of(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """α of a draft between two looks at it: agreement per tested position."""
+    tested, foretold = (after[name] - before[name] for name in ("num_tested_total", "num_foretold_total"))
+    return float(foretold / tested) if tested else 0.0
+
+
 def best_speedup(acceptance: float, cost_ratio: float, most: int = 16) -> tuple[int, float]:
     """γ and speed-up that the formula calls best."""
     from paceline.actors.engine.pacing import expected_tokens
@@ -232,6 +238,7 @@ def main(
         for run_warm in contenders.values():
             run_warm(warm)
         gc.collect()
+        before = pool_counters()
         order = list(contenders)
         with Progress() as progress:
             task = progress.add_task("prompts × contenders", total=len(chosen) * len(order))
@@ -249,10 +256,16 @@ def main(
         "num_speculative_tokens": gamma,
         "max_tokens": max_tokens,
     }
-    report(runs, counters, name, settings)
+    report(runs, before, counters, name, settings)
 
 
-def report(runs: list[Run], counters: dict[str, Any], name: str, settings: dict[str, Any]) -> None:
+def report(
+    runs: list[Run],
+    before: dict[str, Any],
+    counters: dict[str, Any],
+    name: str,
+    settings: dict[str, Any],
+) -> None:
     present = [contender for contender in CONTENDERS if any(run.contender == contender for run in runs)]
     rows = []
     for contender in present:
@@ -301,7 +314,8 @@ def report(runs: list[Run], counters: dict[str, Any], name: str, settings: dict[
             run.decode_seconds / max(run.num_tokens - run.num_first, 1) for run in plain
         )
         draft_row = counters["target"]["engine"]["drafts"][0]
-        alpha, draft_step = float(draft_row["acceptance"]), float(draft_row["step_seconds"])
+        draft_step = float(draft_row["step_seconds"])
+        alpha = acceptance_of(before["target"]["engine"]["drafts"][0], draft_row)
         cost_ratio = draft_step / target_step
         gamma, best = best_speedup(alpha, cost_ratio)
         measured = statistics.median(ratios(runs, "drafted", "plain", decode_only=True))

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from paceline.actors.draft import DraftSpec
-from paceline.actors.engine.config import DraftEngineConfig, Hardware, NgramConfig, TargetEngineConfig
+from paceline.actors.engine.config import (
+    DraftEngineConfig,
+    Hardware,
+    LogprobsMode,
+    NgramConfig,
+    TargetEngineConfig,
+)
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.model_spec import ModelSpec
 from paceline.actors.target import TargetSpec
@@ -20,11 +26,13 @@ def target_spec(config: PacelineConfig, target_id: str) -> TargetSpec:
         max_num_batched_tokens=pool.max_num_batched_tokens,
         max_num_waiting=pool.max_num_waiting,
         max_model_len=pool.max_model_len,
+        enable_prefix_caching=pool.enable_prefix_caching,
         num_speculative_tokens=speculation.num_speculative_tokens,
         max_num_speculative_tokens=speculation.max_num_speculative_tokens,
         ngram=NgramConfig(**speculation.ngram.model_dump()),
         hardware=Hardware(speculation.hardware),
         wait_for_drafts=speculation.wait_for_drafts,
+        logprobs_mode=LogprobsMode(pool.logprobs_mode),
     )
     return TargetSpec(
         target_id=target_id,
@@ -64,6 +72,7 @@ def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
             max_num_seqs=pool.max_num_seqs,
             max_num_batched_tokens=pool.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
+            enable_prefix_caching=pool.enable_prefix_caching,
         ),
     )
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from paceline.actors import weights
 from paceline.actors.engine.errors import ModelError
 from paceline.actors.weight_catalog import CATALOG, CatalogModel
-from paceline.cluster.cli_generate import chunk_printer
+from paceline.cluster.cli_chunks import chunk_printer
 from paceline.cluster.cli_output import describe_rpc_error, pull_progress, show_share, stderr, stdout
 from paceline.cluster.cli_request import RequestOptions, build_request, statistics_line
 from paceline.cluster.cli_serve import StartProgress
@@ -31,6 +31,11 @@ DEFAULT_MAX_TOKENS = 40
 LEGEND = """\
 plain/s, drafted/s: tokens a second after the first token, without and with drafts.
 accepted: of the draft tokens verified. length: mean acceptance length, 1 + accepted / rounds.
+"""
+
+RESTED = """\
+Few draft tokens were verified: by the measured step times drafting did not pay, and the drafts rested. On so
+few cores that happens while something else is busy on the machine.
 """
 
 EPILOG = """\
@@ -67,6 +72,11 @@ class Comparison:
     name: str
     drafted: Answer
     plain: Answer
+
+    @property
+    def rested(self) -> bool:
+        """Hardly anything was drafted."""
+        return self.drafted.final.speculation.draft_tokens < len(self.drafted.token_ids) / 4
 
 
 def demo_prompts(max_tokens: int) -> list[DemoPrompt]:
@@ -136,9 +146,8 @@ def compare(stub: rpc.GenerationServiceStub, prompt: DemoPrompt) -> Comparison:
     console.print(f"\n[bold]{prompt.name}[/] ", end="")
     console.print(prompt.prompt.strip(), style="dim", markup=False)
     drafted = ask(stub, prompt, console, speculate=True)
-    final = drafted.final
     console.print()
-    line = statistics_line(drafted.timing, final.usage, final.speculation, final.finish_reason, final.seed)
+    line = statistics_line(drafted.timing, [drafted.final])
     notices.print(line, style="dim", soft_wrap=True)
     plain = ask(stub, prompt, None, speculate=False)
     return Comparison(prompt.name, drafted, plain)
@@ -204,7 +213,9 @@ def demo(
         comparisons = answer_prompts(service.grpc_address, max_tokens)
         console.print()
         console.print(comparison_table(comparisons))
-        console.print(f"\n{LEGEND}")
+        console.print(f"\n{LEGEND}", soft_wrap=True)
+        if any(comparison.rested for comparison in comparisons):
+            console.print(RESTED, soft_wrap=True)
         notices.print("stopping")
     notices.print("stopped; nothing is left running")
 
@@ -213,13 +224,15 @@ def introduce(console: Console, entry: CatalogModel, service: RunningService) ->
     """Which pair runs, and what may be expected of it."""
     drafted_by = entry.draft or "its own weights"
     console.print(
-        f"[bold]{entry.name}[/] on gRPC at {service.grpc_address}, drafted by [bold]{drafted_by}[/]"
+        f"[bold]{entry.name}[/] on gRPC at {service.grpc_address}, drafted by [bold]{drafted_by}[/]",
+        soft_wrap=True,
     )
     if entry.draft is None:
         console.print(
             "The catalogue has no smaller model with this tokenizer, so the draft pool runs the same "
-            "weights, and is made to take part although that costs more than it brings: nearly everything "
-            "is accepted, nothing is gained. Left to itself, the service would do without these drafts."
+            "weights, and is made to take part although that costs more than it brings: most of it is "
+            "accepted, nothing is gained. Left to itself, the service would do without these drafts.",
+            soft_wrap=True,
         )
 
 

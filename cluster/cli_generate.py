@@ -5,28 +5,26 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
-from rich.console import Console
-from rich.text import Text
 
+from paceline.actors.engine.parameters import VerificationRule
+from paceline.cluster.cli_chunks import ChoicePrinter, chunk_printer
 from paceline.cluster.cli_output import describe_rpc_error, stderr, stdout
 from paceline.cluster.cli_request import (
     RequestOptions,
     build_request,
-    split_by_token,
+    parse_bias,
     statistics_line,
+    text_of_file,
+    text_or_file,
 )
 from paceline.cluster.client import DEFAULT_ADDRESS, ServiceError, connect, stream
 from paceline.protos import generation_pb2 as proto
 from paceline.protos import generation_pb2_grpc as rpc
-
-ACCEPTED_STYLE = "green"
-OWN_STYLE = "yellow"
 
 EPILOG = """\
 Examples:
@@ -37,55 +35,19 @@ paceline generate "Write a haiku on tailwind" --chat --seed 7
 
 paceline generate "Count to ten" --chat --no-speculation --json
 
+paceline generate "Name a mountain" --chat --n 3 --logprobs 2
+
+paceline generate "Is water wet?" --chat --choice yes --choice no
+
+paceline generate "A point" --chat --json-schema '{"type":"object","properties":{"x":{"type":"number"}}}'
+
+paceline generate "It was" --frequency-penalty 0.5 --logit-bias 198=-100 --verification block
+
 git diff | paceline generate - --chat --system "Summarise this change."
 
 On a terminal, [green]green[/] is a draft token that was accepted, [yellow]yellow[/] the target's own
 corrected or bonus token. Statistics go to stderr.
 """
-
-
-def chunk_printer(
-    console: Console, stub: rpc.GenerationServiceStub, model: str, *, show_tokens: bool
-) -> Callable[[proto.GenerateChunk], None]:
-    """Prints each chunk as it comes: coloured by acceptance on a terminal, bare text elsewhere."""
-
-    def show_plain(chunk: proto.GenerateChunk) -> None:
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
-
-    def show_coloured(chunk: proto.GenerateChunk) -> None:
-        for piece, accepted in _pieces(stub, model, chunk):
-            console.print(
-                Text(piece, style=ACCEPTED_STYLE if accepted else OWN_STYLE), end="", soft_wrap=True
-            )
-
-    def show_ids(chunk: proto.GenerateChunk) -> None:
-        for token_id, accepted in zip(chunk.token_ids, chunk.accepted, strict=False):
-            style = ACCEPTED_STYLE if accepted else OWN_STYLE
-            mark = "+" if accepted else "="
-            console.print(Text(f"{mark}{token_id} ", style=style), end="", soft_wrap=True)
-
-    if show_tokens:
-        return show_ids
-    return show_coloured if console.is_terminal and console.color_system else show_plain
-
-
-def _pieces(
-    stub: rpc.GenerationServiceStub, model: str, chunk: proto.GenerateChunk
-) -> Iterator[tuple[str, bool]]:
-    """A chunk's text as (piece, accepted). A chunk that mixes both is cut at its tokens, which the
-    service's tokeniser is asked for; where the cut is not certain the piece counts as its majority."""
-    accepted = list(chunk.accepted)
-    if len(set(accepted)) > 1 and chunk.text:
-        try:
-            encoded = stub.Tokenize(proto.TokenizeRequest(model=model, prompt=chunk.text), timeout=5)
-        except grpc.RpcError:
-            encoded = proto.TokenizeResponse()
-        texts = split_by_token(chunk.text, chunk.token_ids, encoded.token_ids, encoded.tokens)
-        if texts is not None:
-            yield from zip(texts, accepted, strict=True)
-            return
-    yield chunk.text, bool(accepted) and sum(accepted) * 2 >= len(accepted)
 
 
 def _print_json(stub: rpc.GenerationServiceStub, request: proto.GenerateRequest) -> None:
@@ -116,18 +78,52 @@ def generate(
         float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same output.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Number of choices; each has its own seed.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: avoid tokens of prompt and answer.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Above 0: avoid tokens that the answer has.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Above 0: avoid tokens that the answer has often.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID=VALUE",
+            help="Add to a token's logit; -100 forbids it, 100 allows no other. May be given repeatedly.",
+        ),
+    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="No end before so many tokens.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this string; may be given repeatedly.")
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the end-of-sequence token.")
     ] = False,
+    json_schema: Annotated[
+        str | None, typer.Option(metavar="FILE|TEXT", help="The answer is JSON of this schema.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None,
+    choice: Annotated[
+        list[str] | None, typer.Option(help="The answer is one of these; may be given repeatedly.")
+    ] = None,
+    grammar: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The answer follows this Lark grammar.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Show each token's log probability, and so many of the likeliest.")
+    ] = None,
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="Most draft tokens verified in one step; default: adaptive.")
     ] = None,
     no_speculation: Annotated[
         bool, typer.Option("--no-speculation", help="Decode without draft tokens; same output.")
     ] = False,
+    verification: Annotated[
+        VerificationRule | None, typer.Option(help="How draft tokens are accepted; default: the service's.")
+    ] = None,
     show_tokens: Annotated[
         bool, typer.Option("--show-tokens", help="Print token ids instead of text: +accepted, =own.")
     ] = False,
@@ -140,21 +136,33 @@ def generate(
         raise typer.BadParameter("--no-speculation excludes --num-speculative-tokens")
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
-    options = RequestOptions(
-        model=model,
-        chat=chat,
-        system=system,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        num_speculative_tokens=0 if no_speculation else num_speculative_tokens,
-    )
     try:
+        options = RequestOptions(
+            model=model,
+            chat=chat,
+            system=system,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            n=n,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=parse_bias(logit_bias or ()),
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+            json_schema=text_or_file(json_schema) if json_schema is not None else None,
+            regex=regex,
+            choice=tuple(choice or ()),
+            grammar=text_of_file(grammar) if grammar is not None else None,
+            num_speculative_tokens=0 if no_speculation else num_speculative_tokens,
+            verification=verification,
+        )
         request = build_request(sys.stdin.read() if prompt == "-" else prompt, options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -164,10 +172,10 @@ def generate(
                 _print_json(stub, request)
                 return
             console = stdout()
-            printer = chunk_printer(console, stub, model, show_tokens=show_tokens)
-            final, timing = stream(stub, request, printer)
+            printer = ChoicePrinter(
+                console, chunk_printer(console, stub, model, show_tokens=show_tokens), several=(n or 1) > 1
+            )
+            _, timing = stream(stub, request, printer)
         except grpc.RpcError as error:
             raise ServiceError(describe_rpc_error(error, address)) from error
-        sys.stdout.write("\n")
-        line = statistics_line(timing, final.usage, final.speculation, final.finish_reason, final.seed)
-        stderr().print(line, style="dim", soft_wrap=True)
+        stderr().print(statistics_line(timing, printer.finals), style="dim", soft_wrap=True)

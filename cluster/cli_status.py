@@ -79,7 +79,7 @@ def status_view(collected: Mapping[str, Any]) -> Group:
     parts: list[Any] = [Text.assemble("service ", (str(collected["status"]).lower(), style)), Text("")]
     parts.append(pools_table(pools))
     if targets := pools.get("target", {}).get("replicas"):
-        parts += [Text(""), targets_table(targets)]
+        parts += [Text(""), targets_table(targets), Text(""), speculation_table(targets)]
     if drafts := pools.get("draft", {}).get("replicas"):
         parts += [Text(""), drafts_table(drafts)]
     return Group(*parts)
@@ -96,30 +96,46 @@ def pools_table(pools: Mapping[str, Row]) -> Table:
 
 
 def targets_table(replicas: Sequence[Row]) -> Table:
-    table = _table(
-        *("target", "pid", "live", "queued", "KV", "drafts"),
-        *("tokens", "drafted", "acc.", "length", "step"),
-    )
+    table = _table("target", "pid", "live", "queued", "KV", "cached", "drafts", "tokens", "step")
     for row in replicas:
         engine = row.get("engine")
         if engine is None:
             table.add_row(row["id"], str(row["pid"]), Text(row["error"], style="red"))
             continue
         used = engine["total_blocks"] - engine["free_blocks"]
-        rounds = engine["num_rounds_total"]
-        accepted, drafted = engine["num_accepted_tokens_total"], engine["num_draft_tokens_total"]
         table.add_row(
             row["id"],
             str(row["pid"]),
             str(engine["num_running"]),
             str(engine["num_waiting"]),
             show_share(used, engine["total_blocks"]),
+            show_share(engine["num_prefix_cache_hits_total"], engine["num_prefix_cache_queries_total"]),
             str(len(row["drafts"])),
             str(engine["num_committed_tokens_total"]),
-            str(drafted),
-            show_share(accepted, drafted),
-            f"{1 + accepted / rounds:.2f}" if rounds else "–",
             f"{engine['step_seconds'] * 1000:.1f} ms",
+        )
+    return table
+
+
+def speculation_table(replicas: Sequence[Row]) -> Table:
+    """What became of the tokens that drafts proposed, and of those that the targets looked up themselves."""
+    table = _table("verified", "of drafts", "acc.", "looked up", "acc.", "rounds", "length")
+    for row in replicas:
+        engine = row.get("engine")
+        if engine is None:
+            continue
+        lookup = engine["num_lookup_tokens_total"]
+        accepted_lookup = engine["num_accepted_lookup_tokens_total"]
+        drafted = engine["num_draft_tokens_total"] - lookup
+        rounds = engine["num_rounds_total"]
+        table.add_row(
+            row["id"],
+            str(drafted),
+            show_share(engine["num_accepted_tokens_total"] - accepted_lookup, drafted),
+            str(lookup),
+            show_share(accepted_lookup, lookup),
+            str(rounds),
+            f"{1 + engine['num_accepted_tokens_total'] / rounds:.2f}" if rounds else "–",
         )
     return table
 
@@ -162,7 +178,8 @@ def status(
 ) -> None:
     """Show what a running service does.
 
-    live: sequences in hand; acc.: accepted of the draft tokens verified; length: mean acceptance length.
+    live: sequences in hand; cached: share of prompt tokens that the prefix cache had; acc.: accepted of those
+    verified; length: mean acceptance length.
     """
     with Runtime.open(
         address=address or os.environ.get("RAY_ADDRESS") or running_cluster() or "auto", num_cpus=0

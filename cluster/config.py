@@ -146,6 +146,9 @@ class ModelPool(ReplicaPool):
     """Tokens per KV block."""
     kv_cache: KvCacheConfig = Field(default_factory=KvCacheConfig)
     """Size of the KV cache."""
+    enable_prefix_caching: bool = True
+    """Whether sequences share the KV of the blocks with which they begin alike, such as a system prompt or
+    the earlier turns of a chat, also after the first one has ended, until the blocks are needed."""
     tensor_parallel_size: Count = 1
     """Devices that share one replica's model. Only 1 is available."""
     graceful_shutdown_timeout_s: Seconds = 30.0
@@ -196,6 +199,9 @@ class TargetConfig(ModelPool):
 
     max_num_waiting: Count = 256
     """Most sequences that may queue at one replica; one more is refused as RESOURCE_EXHAUSTED."""
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    """Of which law log probabilities are reported: raw = the model's own, processed = the one that tokens are
+    drawn from, after penalties, bias, masks, temperature and truncation."""
     quantization: Literal["none", "int8"] = "none"
     """none, or int8: the large linear layers compute in 8-bit integers, on CPU only. What is served is then
     the quantised model, whose outputs differ from the model's own."""
@@ -248,8 +254,12 @@ class NgramConfig(Section):
 class SpeculationConfig(Section):
     """How far drafts go ahead and how their tokens are accepted."""
 
-    verification: Literal["coupled"] = "coupled"
-    """The acceptance rule. Only coupled (shared noise) is available."""
+    verification: Literal["coupled", "standard", "block"] = "coupled"
+    """The acceptance rule of requests that name none; all three keep the served model's law. coupled = shared
+    noise: a seeded request gives the same tokens whatever the drafts do, and only token ids are sent;
+    standard = token by token, by the ratio of the two models' probabilities; block = the same for all draft
+    tokens of a step together, which accepts at least as many. Under the last two, drafts send what they drew
+    from (up to 400 bytes a token), and the same seed may give other tokens."""
     num_speculative_tokens: Annotated[int | None, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] = None
     """Draft tokens verified per sequence and step, which waits for all of them as long as the draft is in
     time; 0 = none; null = chosen from measured acceptance and step cost."""
@@ -263,13 +273,6 @@ class SpeculationConfig(Section):
     never does."""
     ngram: NgramConfig = Field(default_factory=NgramConfig)
     """Prompt lookup."""
-
-    @field_validator("verification", mode="before")
-    @classmethod
-    def _available(cls, value: object) -> object:
-        if value in ("standard", "block"):
-            raise ValueError(f"the rule {value} is not available — set it to coupled, or remove it")
-        return value
 
     @model_validator(mode="after")
     def _one_length(self) -> SpeculationConfig:
@@ -292,9 +295,10 @@ class GatewayConfig(ReplicaPool):
     http_port: Port = 8000
     """Port of that endpoint."""
     max_ongoing_requests: Count = 512
-    """Requests that one gateway works on at a time."""
+    """Requests that one gateway works on at a time; one of several choices counts as that many."""
     max_queued_requests: Annotated[int, Field(ge=-1)] = 512
-    """Requests that may queue for a gateway; one more is refused as RESOURCE_EXHAUSTED; -1 = no limit."""
+    """Requests that may queue for a gateway, counted in the same way; one more is refused as
+    RESOURCE_EXHAUSTED; -1 = no limit."""
     request_timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     """Longest life of a request, streams included; null = no limit."""
     resume_timeout_s: Seconds = 60.0

@@ -23,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from paceline.actors import weights
 from paceline.actors.draft import DraftActor
 from paceline.actors.engine.errors import PacelineError
+from paceline.actors.engine.parameters import VerificationRule
 from paceline.actors.target import TargetActor
 from paceline.cluster.actor_specs import draft_spec, target_spec
 from paceline.cluster.admission import Admission
@@ -30,6 +31,7 @@ from paceline.cluster.config import PacelineConfig
 from paceline.cluster.directory import TargetDirectory
 from paceline.cluster.errors import status_of
 from paceline.cluster.gateway import Gateway, GatewaySettings
+from paceline.cluster.request_parameters import num_choices
 from paceline.cluster.service import GenerationLogic, ServiceInfo
 from paceline.cluster.tokenization import load_codec
 from paceline.protos import generation_pb2 as proto
@@ -101,6 +103,7 @@ class GatewayDeployment:
                 model=config.model_name,
                 draft_model=config.draft.model if config.draft else "",
                 max_model_len=config.target.max_model_len,
+                rule=VerificationRule(config.speculation.verification),
                 version=importlib.metadata.version("paceline"),
             ),
         )
@@ -120,7 +123,7 @@ class GatewayDeployment:
     async def Generate(  # noqa: N802
         self, message: proto.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> proto.GenerateResponse:
-        async with answering(grpc_context), self._admission.admitted():
+        async with answering(grpc_context), self._admission.admitted(num_choices(message.sampling)):
             return await self._logic.generate(message)
 
     async def GenerateStream(  # noqa: N802
@@ -128,7 +131,7 @@ class GatewayDeployment:
     ) -> AsyncIterator[proto.GenerateChunk]:
         async with (
             answering(grpc_context),
-            self._admission.admitted(),
+            self._admission.admitted(num_choices(message.sampling)),
             aclosing(self._logic.generate_stream(message)) as chunks,
         ):
             async for chunk in chunks:
@@ -156,6 +159,11 @@ class GatewayDeployment:
             "num_queued": self._admission.num_queued,
             **snapshot,
         }
+
+    async def drain(self) -> None:
+        """Before the service is stopped: refuse new requests as UNAVAILABLE, and return once all that run
+        have ended. Serve itself would take the route away first, and callers would hear NOT_FOUND."""
+        await self._admission.close()
 
     def check_health(self) -> None:
         """Raises: RuntimeError if targets are not looked for any more."""

@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 ENDPOINT_METHOD = "endpoint"
 STATUS_METHOD = "status"
+DRAIN_METHOD = "drain"
 
 
 @dataclass(frozen=True)

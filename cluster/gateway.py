@@ -115,8 +115,27 @@ class Gateway:
         await self._pool.dialled(self._settings.attach_grace_seconds)
         return self._pool.identities
 
-    def open(self, request: CheckedRequest) -> SequenceStream:
-        """Place a sequence and return its stream, which must be closed (see there)."""
+    def open_choices(self, request: CheckedRequest) -> list[SequenceStream]:
+        """Place a sequence for each choice of a request and return their streams by index: see ``open``.
+
+        They begin on one target while it has room, where they can share what their prompt costs; after that
+        each of them survives on its own.
+        """
+        streams: list[SequenceStream] = []
+        preferred: str | None = None
+        for index in range(request.n):
+            streams.append(self.open(request.choice(index), preferred))
+            if index == 0 and (place := self._places.get(streams[0].sequence_id)) is not None:
+                preferred = place.target_id
+        return streams
+
+    def open(self, request: CheckedRequest, preferred: str | None = None) -> SequenceStream:
+        """Place one sequence and return its stream, which must be closed (see there).
+
+        Args:
+            request: its ``n`` is taken for 1.
+            preferred: the target to begin on while it has room.
+        """
         sequence = Sequence(uuid.uuid4().hex, request)
         self._live[sequence.sequence_id] = sequence
         if self._settings.request_timeout_seconds is not None:
@@ -125,7 +144,7 @@ class Gateway:
             self._deadlines[sequence.sequence_id] = asyncio.get_running_loop().call_later(
                 timeout, self._fail, sequence, error
             )
-        self._place(sequence)
+        self._place(sequence, preferred)
         return SequenceStream(sequence, self._stop, self._abandon)
 
     def snapshot(self) -> GatewaySnapshot:
@@ -187,7 +206,7 @@ class Gateway:
             self._num_ignored_messages += 1
             return
         self._release(sequence)
-        sequence.add_speculation(message.speculation)
+        sequence.speculation.add(message.speculation)
         if sequence.stopping:
             self._end(sequence, FinishReason.STOP, message.cached_prompt_tokens)
         elif message.reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -218,7 +237,7 @@ class Gateway:
 
     # ------------------------------------------------------------ placing
 
-    def _place(self, sequence: Sequence) -> None:
+    def _place(self, sequence: Sequence, preferred: str | None = None) -> None:
         """Put an unplaced sequence on a target, or let it wait for one, or end it."""
         if sequence.ended or sequence.sequence_id in self._places:
             return
@@ -229,6 +248,7 @@ class Gateway:
             target_id = choose_target(
                 (target.load for target in self._pool.present.values()),
                 excluded=sequence.refused_by,
+                preferred=preferred,
                 turn=self._num_placements,
             )
             if target_id is None:

@@ -33,6 +33,11 @@ class TargetLoad:
         return not self.leaving and not (self.reported is not None and self.reported.draining)
 
     @property
+    def queueing(self) -> bool:
+        """Sequences wait there, by its last report."""
+        return self.reported is not None and self.reported.num_waiting > 0
+
+    @property
     def work(self) -> float:
         """Work ahead of a new sequence, in sequences."""
         reported = self.reported
@@ -45,12 +50,18 @@ class TargetLoad:
 
 
 def choose_target(
-    targets: Iterable[TargetLoad], *, excluded: Collection[str] = frozenset(), turn: int = 0
+    targets: Iterable[TargetLoad],
+    *,
+    excluded: Collection[str] = frozenset(),
+    preferred: str | None = None,
+    turn: int = 0,
 ) -> str | None:
-    """The accepting target with the least work.
+    """The preferred target while it has room, else the accepting one with the least work.
 
     Args:
         excluded: targets that have refused this sequence.
+        preferred: a target that knows this sequence's prompt already. It has room as long as it accepts
+            and, by its last report, nothing queues there.
         turn: equals take turns by it, so that idle targets are used alike (the number of placements made
             so far, say).
 
@@ -60,6 +71,8 @@ def choose_target(
     candidates = [target for target in targets if target.accepting and target.target_id not in excluded]
     if not candidates:
         return None
+    if any(target.target_id == preferred and not target.queueing for target in candidates):
+        return preferred
     least = min(target.work for target in candidates)
     equals = sorted(target.target_id for target in candidates if target.work == least)
     return equals[turn % len(equals)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.actors.engine.errors import InvalidArgumentError
+from paceline.actors.engine.noise import derive_seed
 from paceline.actors.engine.parameters import (
     SamplingParams,
     SpeculationParams,
@@ -15,14 +16,25 @@ from paceline.actors.engine.parameters import (
     VerificationRule,
 )
 from paceline.cluster.errors import ModelNotFoundError
+from paceline.cluster.request_parameters import (
+    check_something_is_allowed,
+    check_stopping,
+    num_choices,
+    num_logprobs,
+    sampling_params,
+    speculation_params,
+    stop_strings,
+    stopping_params,
+)
 from paceline.cluster.tokenization import ChatMessage
 from paceline.protos import generation_pb2 as proto
 
 MAX_REQUEST_ID_LENGTH = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_LENGTH = 512
-"""In characters; bounds what may be held back of a stream."""
-MAX_STOP_TOKEN_IDS = 256
+MAX_MESSAGES = 4096
+"""Of a conversation."""
+MESSAGE_SIZE = 64
+"""What a message costs besides its text, in characters: role, template, special tokens."""
+NORMALISED_MARGIN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +57,19 @@ class GenerationInput:
     token_ids: tuple[int, ...] | None = None
     conversation: tuple[ChatMessage, ...] | None = None
 
+    @property
+    def size(self) -> int:
+        """What it costs to turn it into token ids, in characters."""
+        if self.token_ids is not None:
+            return 0
+        if self.conversation is not None:
+            return sum(len(message.content) + MESSAGE_SIZE for message in self.conversation)
+        return len(self.prompt or "")
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """One sequence to generate, everything resolved."""
+    """What to generate, everything resolved: ``n`` sequences that differ in their seeds alone."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -56,6 +77,15 @@ class CheckedRequest:
     stopping: StoppingParams
     speculation: SpeculationParams
     stop_strings: tuple[str, ...] = ()
+    n: int = 1
+    """Number of choices."""
+    logprobs: int | None = None
+    """Top entries to report for each token; None = no logprobs."""
+
+    def choice(self, index: int) -> CheckedRequest:
+        """The request of choice ``index`` alone, which gives the same tokens."""
+        seed = derive_seed(self.sampling.seed, index)
+        return replace(self, n=1, sampling=replace(self.sampling, seed=seed))
 
 
 def check_model(name: str, served: str) -> None:
@@ -78,6 +108,11 @@ def check_input(message: proto.GenerateRequest | proto.TokenizeRequest) -> Gener
     if kind == "conversation":
         if not message.conversation.messages:
             raise InvalidArgumentError("conversation.messages", "must have at least one message")
+        if len(message.conversation.messages) > MAX_MESSAGES:
+            raise InvalidArgumentError(
+                "conversation.messages",
+                f"may have at most {MAX_MESSAGES} messages, got {len(message.conversation.messages)}",
+            )
         return GenerationInput(
             conversation=tuple(
                 ChatMessage(turn.role, turn.content, index)
@@ -93,23 +128,40 @@ def check_input(message: proto.GenerateRequest | proto.TokenizeRequest) -> Gener
     raise InvalidArgumentError("input", "one of prompt and conversation must be set")
 
 
+def check_size(source: GenerationInput, model: ServedModel, max_token_characters: int) -> None:
+    """Refuse text that cannot fit whatever its tokens are, before it is tokenised.
+
+    Raises:
+        InvalidArgumentError: it is too long for the model.
+    """
+    if source.prompt is not None:
+        field, size = "prompt", len(source.prompt)
+    elif source.conversation is not None:
+        field = "conversation"
+        size = sum(len(message.content) for message in source.conversation)
+    else:
+        return
+    # A tokenizer's normaliser may shorten a text, by composing characters, but not without end.
+    most = NORMALISED_MARGIN * max_token_characters * model.max_model_len
+    if size > most:
+        raise InvalidArgumentError(
+            field,
+            f"has {size} characters, more than {model.max_model_len} tokens (the model's length) can hold",
+        )
+
+
 def check_parameters(message: proto.GenerateRequest) -> None:
-    """What can be refused before the input is tokenised: fields of the contract that this version does
-    not serve, and values that are wrong for any model.
+    """What can be refused before the input is tokenised: values that are wrong for any model.
 
     Raises:
         InvalidArgumentError: naming the field and what is allowed.
     """
     _check_request_id(message.request_id)
-    _refuse_unsupported(message)
-    _sampling(message.sampling, seed=0)
-    _speculation(message.speculation, VerificationRule.COUPLED)
-    _stop_strings(message.stopping.stop)
-    stopping = message.stopping
-    if stopping.HasField("max_tokens") and stopping.max_tokens < 1:
-        raise InvalidArgumentError("stopping.max_tokens", f"must be at least 1, got {stopping.max_tokens}")
-    if stopping.min_tokens < 0:
-        raise InvalidArgumentError("stopping.min_tokens", f"must not be negative, got {stopping.min_tokens}")
+    num_choices(message.sampling)
+    num_logprobs(message)
+    sampling_params(message, seed=0)
+    speculation_params(message.speculation, VerificationRule.COUPLED)
+    check_stopping(message.stopping)
 
 
 def check_request(
@@ -140,13 +192,18 @@ def check_request(
             f"has {len(prompt)} tokens; it may have at most {model.max_model_len - 1}, "
             f"one less than the model's length of {model.max_model_len}",
         )
+    sampling = sampling_params(message, secrets.randbits(64), model.vocab_size)
+    stopping = stopping_params(message.stopping, len(prompt), room, model.vocab_size, model.eos_token_ids)
+    check_something_is_allowed(sampling, stopping, model.vocab_size)
     return CheckedRequest(
         request_id=message.request_id or uuid.uuid4().hex,
         prompt_token_ids=prompt,
-        sampling=_sampling(message.sampling, seed=secrets.randbits(64)),
-        stopping=_stopping(message.stopping, len(prompt), room, model),
-        speculation=_speculation(message.speculation, model.rule),
-        stop_strings=_stop_strings(message.stopping.stop),
+        sampling=sampling,
+        stopping=stopping,
+        speculation=speculation_params(message.speculation, model.rule),
+        stop_strings=stop_strings(message.stopping.stop),
+        n=num_choices(message.sampling),
+        logprobs=num_logprobs(message),
     )
 
 
@@ -155,101 +212,3 @@ def _check_request_id(request_id: str) -> None:
         raise InvalidArgumentError(
             "request_id", f"may have at most {MAX_REQUEST_ID_LENGTH} characters, got {len(request_id)}"
         )
-
-
-def _refuse_unsupported(message: proto.GenerateRequest) -> None:
-    sampling = message.sampling
-    if sampling.n < 0:
-        raise InvalidArgumentError("sampling.n", f"must not be negative, got {sampling.n}")
-    if sampling.n > 1:
-        raise InvalidArgumentError("sampling.n", f"more than one choice is not supported, got {sampling.n}")
-    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1.0:
-        raise InvalidArgumentError(
-            "sampling.repetition_penalty",
-            f"is not supported; leave it out or at 1, got {sampling.repetition_penalty}",
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(sampling, name)
-        if value != 0.0:
-            raise InvalidArgumentError(f"sampling.{name}", f"is not supported; leave it at 0, got {value}")
-    if sampling.logit_bias:
-        raise InvalidArgumentError("sampling.logit_bias", "is not supported; leave it empty")
-    if message.HasField("logprobs"):
-        raise InvalidArgumentError("logprobs", "are not supported; leave the field out")
-
-
-def _sampling(sampling: proto.SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        min_p=sampling.min_p,
-        seed=sampling.seed if sampling.HasField("seed") else seed,
-    )
-
-
-def _stopping(
-    stopping: proto.StoppingParams, prompt_length: int, room: int, model: ServedModel
-) -> StoppingParams:
-    max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else room
-    if max_tokens > room:
-        raise InvalidArgumentError(
-            "stopping.max_tokens",
-            f"must be in [1, {room}] for a prompt of {prompt_length} tokens and a model length of "
-            f"{model.max_model_len}, got {max_tokens}",
-        )
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgumentError(
-            "stopping.stop_token_ids",
-            f"may have at most {MAX_STOP_TOKEN_IDS} ids, got {len(stopping.stop_token_ids)}",
-        )
-    for index, token_id in enumerate(stopping.stop_token_ids):
-        if not 0 <= token_id < model.vocab_size:
-            raise InvalidArgumentError(
-                f"stopping.stop_token_ids[{index}]",
-                f"must be a token id in [0, {model.vocab_size - 1}], got {token_id}",
-            )
-    eos = () if stopping.ignore_eos else model.eos_token_ids
-    return StoppingParams(
-        max_tokens=max_tokens,
-        min_tokens=stopping.min_tokens,
-        stop_token_ids=frozenset((*stopping.stop_token_ids, *eos)),
-    )
-
-
-def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidArgumentError(
-            "stopping.stop", f"may have at most {MAX_STOP_STRINGS} strings, got {len(stop)}"
-        )
-    for index, text in enumerate(stop):
-        if not 1 <= len(text) <= MAX_STOP_STRING_LENGTH:
-            raise InvalidArgumentError(
-                f"stopping.stop[{index}]",
-                f"must have 1 to {MAX_STOP_STRING_LENGTH} characters, got {len(text)}",
-            )
-    return tuple(stop)
-
-
-_RULES = {
-    proto.VERIFICATION_RULE_COUPLED: VerificationRule.COUPLED,
-    proto.VERIFICATION_RULE_STANDARD: VerificationRule.STANDARD,
-    proto.VERIFICATION_RULE_BLOCK: VerificationRule.BLOCK,
-}
-
-
-def _speculation(speculation: proto.SpeculationParams, default: VerificationRule) -> SpeculationParams:
-    number = speculation.verification
-    rule = default if number == proto.VERIFICATION_RULE_UNSPECIFIED else _RULES.get(number)
-    if rule is None:
-        raise InvalidArgumentError("speculation.verification", f"is no rule of this contract: {number}")
-    if rule is not VerificationRule.COUPLED:
-        raise InvalidArgumentError(
-            "speculation.verification", f"rule {rule.value!r} is not supported; use 'coupled' or leave it out"
-        )
-    return SpeculationParams(
-        num_speculative_tokens=speculation.num_speculative_tokens
-        if speculation.HasField("num_speculative_tokens")
-        else None,
-        rule=rule,
-    )

@@ -12,8 +12,10 @@ import logging
 import os
 import random
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -55,8 +57,8 @@ INGRESS_PORTS = 100
 """Ports that the gateways of an own cluster may listen on behind HAProxy. A port that a gateway leaves is not
 used again for a while, so there are many more than gateways."""
 
-MAX_HAPROXY_FOLDER = 29
-"""HAProxy's admin socket, ``<folder>/<56 digits of the node>/admin.sock``, may have 97 bytes."""
+MAX_HAPROXY_FOLDER = 27
+"""HAProxy's sockets, ``<folder>/<56 digits of the node>/metrics.sock``, may have 97 bytes."""
 
 
 def haproxy_available(folder: Path) -> bool:
@@ -116,11 +118,21 @@ def running_cluster() -> str | None:
     root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     try:
         address = (Path(root) / "ray" / "ray_current_cluster").read_text().strip()
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=1.0):
-            return address
-    except (OSError, ValueError):
+    except OSError:
         return None
+    return address if _answers(address) else None
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody listens at ``host:port``. Ray's other kinds of address (``ray://…``) count as yes."""
+    if "://" in address:
+        return True
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=3.0):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def authentication_environment() -> dict[str, str]:
@@ -140,26 +152,34 @@ def authentication_environment() -> dict[str, str]:
 def haproxy_environment(folder: Path) -> dict[str, str]:
     """Environment of an own cluster's proxies: HAProxy mode, on files and ports that nobody shares.
 
-    The gateways' ports matter most: Serve gives them out from 40000 on in every cluster and lets gRPC bind
-    them with SO_REUSEPORT, so that two clusters of one machine would get each other's requests.
+    The gateways' ports matter most, and those of the proxy that stands in while no gateway lives: Serve gives
+    out the same ones in every cluster and lets gRPC bind them with SO_REUSEPORT, so that two clusters of one
+    machine would get each other's requests.
 
     A proxy has almost the whole minute that Serve's start waits for it. By default Serve kills one that is
     not up within five seconds, and then its start fails, which happens where the processors are busy.
 
     The two drain periods are Serve's waits for load balancers outside; an own cluster has none.
     """
-    first_port = free_port_range(INGRESS_PORTS)
+    grpc_port = free_port_range(2 * INGRESS_PORTS + 2)
+    http_port = grpc_port + INGRESS_PORTS
+    fallback_port = http_port + INGRESS_PORTS
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(first_port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(first_port + INGRESS_PORTS),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(grpc_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc_port + INGRESS_PORTS - 1),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http_port + INGRESS_PORTS - 1),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_port),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port + 1),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "55",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.5",
@@ -226,13 +246,19 @@ class Runtime:
     @classmethod
     def _join(cls, address: str, options: Mapping[str, Any]) -> Runtime:
         os.environ.update(quiet_environment() | authentication_environment())
+        if address != "auto" and not _answers(address):
+            raise RuntimeStartError(
+                f"nothing listens at {address}; a Ray cluster's address is that of its control store, as "
+                "'ray start' and 'paceline serve' print it (not the gRPC endpoint's)"
+            )
         ray = _import_ray()
         try:
-            context = ray.init(address=address, **options)
+            with _own_signal_handler():
+                context = ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise RuntimeStartError(
-                f"cannot join a Ray cluster at {address!r} ({_last_line(str(error))}); start one with "
-                "'ray start --head', or let Paceline start its own with --address local"
+                f"cannot join the Ray at {address!r} ({_last_line(str(error))}); 'paceline serve' prints "
+                "the address of a service that runs, and 'ray start --head' that of a new cluster"
             ) from error
         return cls(temp_dir=None, started_ray=False, ray_address=str(context.address_info["gcs_address"]))
 
@@ -250,11 +276,18 @@ class Runtime:
             os.environ.update(haproxy_environment(folder))
         ray = _import_ray()
         try:
-            context = ray.init(address="local", _temp_dir=str(temp_dir), **options)
+            with _own_signal_handler():
+                context = ray.init(address="local", _temp_dir=str(temp_dir), **options)
         except Exception as error:
             raise RuntimeStartError(
                 f"Ray does not start: {_last_line(str(error))}; its logs are in {temp_dir}"
             ) from error
+        except BaseException:
+            # Interrupted half-way: what was started goes, and its folder with it.
+            with _quiet():
+                ray.shutdown()
+            shutil.rmtree(temp_dir, ignore_errors=True)
+            raise
         return cls(temp_dir=temp_dir, started_ray=True, ray_address=str(context.address_info["gcs_address"]))
 
     @property
@@ -350,10 +383,9 @@ class Runtime:
                 raise RuntimeStartError(f"the application did not start: {told}{where}")
             if deadline is not None and time.monotonic() > deadline:
                 self._keep_logs = True
-                raise RuntimeStartError(
-                    f"not ready after {timeout_seconds:.0f} s: "
-                    + "; ".join(f"{pool.name} {pool.running} running {dict(pool.other)}" for pool in pools)
-                )
+                where = f"; logs: {self.log_folder}" if self.log_folder else ""
+                told = "; ".join(f"{pool.name} {pool.running} running {dict(pool.other)}" for pool in pools)
+                raise RuntimeStartError(f"not ready in time: {told}{where}")
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
@@ -419,6 +451,20 @@ def _import_ray() -> Any:
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     return ray
+
+
+@contextlib.contextmanager
+def _own_signal_handler() -> Iterator[None]:
+    """Ray's start puts a SIGTERM handler of its own in place, which ends the process at once and leaves what
+    was started behind; afterwards the present one is back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

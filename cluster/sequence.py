@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from paceline.actors.engine.messages import Committed, Submit
+from paceline.actors.engine.messages import Committed, Submit, TokenLogprobs
 from paceline.actors.engine.parameters import FinishReason, SpeculationStats
 from paceline.actors.engine.stopping import find_stop
 from paceline.cluster.requests import CheckedRequest
@@ -19,6 +19,8 @@ class CommittedTokens:
     token_ids: tuple[int, ...]
     accepted: tuple[bool, ...]
     """Entry i: token_ids[i] was an accepted draft token."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token where the request asks for them, else none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Sequence:
         given up if it still has no other."""
         self.committed: list[int] = []
         self.accepted: list[bool] = []
+        self.logprobs: list[TokenLogprobs] = []
+        """One per committed token where the request asks for them, else none."""
         self.speculation = SpeculationStats()
         self.refused_by: set[str] = set()
         """Targets that were full, or failed it, since it made progress last: the others come first."""
@@ -102,6 +106,13 @@ class Sequence:
             sampling=request.sampling,
             stopping=request.stopping,
             speculation=request.speculation,
+            logprobs=request.logprobs,
+        )
+
+    def read(self, start: int) -> CommittedTokens:
+        """Everything committed from the ``start``-th completion token on."""
+        return CommittedTokens(
+            tuple(self.committed[start:]), tuple(self.accepted[start:]), tuple(self.logprobs[start:])
         )
 
     def apply(self, message: Committed) -> Arrival:
@@ -116,6 +127,8 @@ class Sequence:
         start = message.base_position - len(self.request.prompt_token_ids)
         if known < 0 or start < 0 or len(message.accepted) != len(message.token_ids):
             return Arrival.BROKEN
+        if self.request.logprobs is not None and len(message.logprobs) != len(message.token_ids):
+            return Arrival.BROKEN
         overlap = message.token_ids[:known]
         if tuple(self.committed[start : start + len(overlap)]) != overlap:
             return Arrival.BROKEN
@@ -126,6 +139,8 @@ class Sequence:
             return Arrival.BROKEN
         self.committed.extend(token_ids)
         self.accepted.extend(message.accepted[known:])
+        if self.request.logprobs is not None:
+            self.logprobs.extend(message.logprobs[known:])
         self.refused_by.clear()
         self.resume_until = None
         self._changed.set()
@@ -137,17 +152,6 @@ class Sequence:
         if not self.committed:
             return None
         return find_stop(self.committed, 0, self.request.stopping).reason
-
-    def add_speculation(self, stats: SpeculationStats) -> None:
-        """Count a placement's statistics in."""
-        total = self.speculation
-        total.rounds += stats.rounds
-        total.draft_tokens += stats.draft_tokens
-        total.accepted_tokens += stats.accepted_tokens
-        missing = len(stats.accepted_per_position) - len(total.accepted_per_position)
-        total.accepted_per_position.extend([0] * max(0, missing))
-        for depth, count in enumerate(stats.accepted_per_position):
-            total.accepted_per_position[depth] += count
 
     def finish(self, reason: FinishReason, cached_prompt_tokens: int = 0) -> None:
         self.result = SequenceResult(

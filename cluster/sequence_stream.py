@@ -47,12 +47,16 @@ class SequenceStream:
         while True:
             if self._num_read < len(sequence.committed):
                 start, self._num_read = self._num_read, len(sequence.committed)
-                return CommittedTokens(tuple(sequence.committed[start:]), tuple(sequence.accepted[start:]))
+                return sequence.read(start)
             if sequence.error is not None:
                 raise sequence.error
             if sequence.result is not None:
                 raise StopAsyncIteration
             await sequence.wait()
+
+    @property
+    def sequence_id(self) -> str:
+        return self._sequence.sequence_id
 
     @property
     def ended(self) -> bool:

@@ -8,12 +8,15 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
-from paceline.actors.engine.parameters import VerificationRule
-from paceline.actors.wire import finish_reason_to_proto, speculation_stats_to_proto
+from paceline.actors.engine.parameters import SpeculationStats, VerificationRule
+from paceline.actors.wire import finish_reason_to_proto, rule_to_proto, speculation_stats_to_proto
+from paceline.cluster.constraints import check_constraint
 from paceline.cluster.errors import UnavailableError
 from paceline.cluster.gateway import Gateway
 from paceline.cluster.generation import Piece, generate_pieces
+from paceline.cluster.request_parameters import constraint_of
 from paceline.cluster.requests import (
     CheckedRequest,
     GenerationInput,
@@ -22,19 +25,17 @@ from paceline.cluster.requests import (
     check_model,
     check_parameters,
     check_request,
+    check_size,
 )
 from paceline.cluster.sequence import SequenceResult
+from paceline.cluster.token_texts import TokenTexts
 from paceline.cluster.tokenization import TextCodec
 from paceline.protos import generation_pb2 as proto
 
-INLINE_CHARACTERS = 8192
-"""Longer inputs are tokenised on a thread, so that they do not hold up other requests' streams."""
+INLINE_SIZE = 8192
+"""Larger inputs are tokenised on a thread, so that they do not hold up other requests' streams."""
 
-_RULES = {
-    VerificationRule.COUPLED: proto.VERIFICATION_RULE_COUPLED,
-    VerificationRule.STANDARD: proto.VERIFICATION_RULE_STANDARD,
-    VerificationRule.BLOCK: proto.VERIFICATION_RULE_BLOCK,
-}
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -62,46 +63,65 @@ class GenerationLogic:
         self._gateway = gateway
         self._codec = codec
         self._info = info
+        self._texts = TokenTexts(codec)
         # One thread: a tokenizer is not promised to be safe for use by several.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def generate(self, message: proto.GenerateRequest) -> proto.GenerateResponse:
         request = await self._check(message)
-        texts: list[str] = []
-        choice = proto.Choice(index=0)
-        response = proto.GenerateResponse(
-            request_id=request.request_id, model=self._info.model, seed=request.sampling.seed
-        )
+        choices = [proto.Choice(index=index) for index in range(request.n)]
+        texts: list[list[str]] = [[] for _ in choices]
+        results: dict[int, SequenceResult] = {}
         async with aclosing(generate_pieces(self._gateway, request, self._codec)) as pieces:
-            async for piece in pieces:
-                texts.append(piece.text)
+            async for index, piece in pieces:
+                choice = choices[index]
+                texts[index].append(piece.text)
                 choice.token_ids.extend(piece.token_ids)
+                choice.logprobs.extend(self._texts.logprobs(piece.token_ids, piece.logprobs))
                 if piece.result is not None:
                     choice.finish_reason = finish_reason_to_proto(piece.result.reason)
-                    response.usage.CopyFrom(_usage(request, len(choice.token_ids), piece.result))
-                    response.speculation.CopyFrom(speculation_stats_to_proto(piece.result.speculation))
-        choice.text = "".join(texts)
-        response.choices.append(choice)
-        return response
+                    results[index] = piece.result
+        for choice, parts in zip(choices, texts, strict=True):
+            choice.text = "".join(parts)
+        speculation = SpeculationStats()
+        for result in results.values():
+            speculation.add(result.speculation)
+        return proto.GenerateResponse(
+            request_id=request.request_id,
+            model=self._info.model,
+            choices=choices,
+            usage=proto.Usage(
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=sum(len(choice.token_ids) for choice in choices),
+                # What no choice had to compute: choices find the prompt of those before them.
+                cached_prompt_tokens=min(result.cached_prompt_tokens for result in results.values()),
+            ),
+            speculation=speculation_stats_to_proto(speculation),
+            seed=request.sampling.seed,
+        )
 
     async def generate_stream(
         self, message: proto.GenerateRequest
     ) -> AsyncGenerator[proto.GenerateChunk, None]:
-        """Chunks, each with everything that was committed since the last one. A chunk may have token ids
-        and no text yet (a character that is not complete, a possible beginning of a stop string)."""
+        """Chunks, each with everything that was committed for its choice since that choice's last one. A
+        chunk may have token ids and no text yet (a character that is not complete, a possible beginning of
+        a stop string)."""
         request = await self._check(message)
-        num_tokens = 0
+        num_tokens = [0] * request.n
         async with aclosing(generate_pieces(self._gateway, request, self._codec)) as pieces:
-            async for piece in pieces:
-                num_tokens += len(piece.token_ids)
-                yield _chunk(request, piece, num_tokens)
+            async for index, piece in pieces:
+                num_tokens[index] += len(piece.token_ids)
+                yield self._chunk(request, index, piece, num_tokens[index])
 
     async def tokenize(self, message: proto.TokenizeRequest) -> proto.TokenizeResponse:
         check_model(message.model, self._info.model)
-        token_ids = await self._encode(check_input(message))
-        return proto.TokenizeResponse(
-            token_ids=token_ids, tokens=[self._codec.token_text(token_id) for token_id in token_ids]
-        )
+        source = check_input(message)
+        return await self._run(source.size, lambda: self._tokenize(source))
+
+    def _tokenize(self, source: GenerationInput) -> proto.TokenizeResponse:
+        token_ids = self._encode(source)
+        tokens = [self._codec.token_text(token_id) for token_id in token_ids]
+        return proto.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
     async def get_model_info(self, message: proto.GetModelInfoRequest) -> proto.GetModelInfoResponse:
         """Works without a target too; ``max_model_len`` is then the configured one, or 0."""
@@ -117,7 +137,7 @@ class GenerationLogic:
             eos_token_ids=self._codec.eos_token_ids,
             has_chat_template=self._codec.has_chat_template,
             draft_model=self._info.draft_model,
-            verification=_RULES[self._info.rule],
+            verification=rule_to_proto(self._info.rule),
             version=self._info.version,
             num_targets=len(identities),
         )
@@ -129,8 +149,13 @@ class GenerationLogic:
     async def _check(self, message: proto.GenerateRequest) -> CheckedRequest:
         check_model(message.model, self._info.model)
         check_parameters(message)
-        token_ids = await self._encode(check_input(message))
-        return check_request(message, token_ids, await self._served_model())
+        if (constraint := constraint_of(message)) is not None:
+            await asyncio.to_thread(check_constraint, constraint)
+        source = check_input(message)
+        model = await self._served_model()
+        check_size(source, model, self._codec.max_token_characters)
+        token_ids = await self._run(source.size, lambda: self._encode(source))
+        return check_request(message, token_ids, model)
 
     async def _served_model(self) -> ServedModel:
         """What every target at hand can serve, so that a request can move between them."""
@@ -148,43 +173,35 @@ class GenerationLogic:
             rule=self._info.rule,
         )
 
-    async def _encode(self, source: GenerationInput) -> list[int]:
+    def _encode(self, source: GenerationInput) -> list[int]:
         if source.token_ids is not None:
             return list(source.token_ids)
         if source.conversation is not None:
-            messages = source.conversation
-            return await self._run(
-                sum(len(message.content) for message in messages),
-                lambda: self._codec.encode_conversation(messages),
-            )
-        prompt = source.prompt or ""
-        return await self._run(len(prompt), lambda: self._codec.encode(prompt))
+            return self._codec.encode_conversation(source.conversation)
+        return self._codec.encode(source.prompt or "")
 
-    async def _run(self, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
-        if num_characters <= INLINE_CHARACTERS:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, encode)
+    async def _run(self, size: int, work: Callable[[], Result]) -> Result:
+        """Small work here and now; what is large on the tokenizer's thread, unless the caller has left."""
+        if size <= INLINE_SIZE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)
 
-
-def _chunk(request: CheckedRequest, piece: Piece, num_tokens: int) -> proto.GenerateChunk:
-    chunk = proto.GenerateChunk(
-        request_id=request.request_id,
-        index=0,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        accepted=piece.accepted,
-    )
-    if piece.result is not None:
-        chunk.finish_reason = finish_reason_to_proto(piece.result.reason)
-        chunk.usage.CopyFrom(_usage(request, num_tokens, piece.result))
-        chunk.speculation.CopyFrom(speculation_stats_to_proto(piece.result.speculation))
-        chunk.seed = request.sampling.seed
-    return chunk
-
-
-def _usage(request: CheckedRequest, num_tokens: int, result: SequenceResult) -> proto.Usage:
-    return proto.Usage(
-        prompt_tokens=len(request.prompt_token_ids),
-        completion_tokens=num_tokens,
-        cached_prompt_tokens=result.cached_prompt_tokens,
-    )
+    def _chunk(
+        self, request: CheckedRequest, index: int, piece: Piece, num_tokens: int
+    ) -> proto.GenerateChunk:
+        chunk = proto.GenerateChunk(
+            request_id=request.request_id,
+            index=index,
+            text=piece.text,
+            token_ids=piece.token_ids,
+            logprobs=self._texts.logprobs(piece.token_ids, piece.logprobs),
+            accepted=piece.accepted,
+        )
+        if piece.result is not None:
+            chunk.finish_reason = finish_reason_to_proto(piece.result.reason)
+            chunk.usage.prompt_tokens = len(request.prompt_token_ids)
+            chunk.usage.completion_tokens = num_tokens
+            chunk.usage.cached_prompt_tokens = piece.result.cached_prompt_tokens
+            chunk.speculation.CopyFrom(speculation_stats_to_proto(piece.result.speculation))
+            chunk.seed = request.choice(index).sampling.seed
+        return chunk

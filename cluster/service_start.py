@@ -22,6 +22,7 @@ from paceline.cluster.runtime import (
     Runtime,
     RuntimeStartError,
     free_port,
+    import_serve,
     port_is_free,
     running_cluster,
 )
@@ -51,6 +52,7 @@ def check_models(config: PacelineConfig, progress: ProgressCallback = silent) ->
         IncompatibleDraftError: the draft's token map is another one.
     """
     target_source = weights.resolve(config.model, progress)
+    check_emulated(config)
     if config.draft is None:
         return
     draft_source = weights.resolve(config.draft.model, progress)
@@ -64,6 +66,16 @@ def check_models(config: PacelineConfig, progress: ProgressCallback = silent) ->
         target_model=config.model,
         target_vocabulary=vocabulary_hash(target.vocabulary()),
     )
+
+
+def check_emulated(config: PacelineConfig) -> None:
+    """Raises: ModelError for an ``emulated://`` address that no runner would take."""
+    from paceline.actors.engine.emulated import EmulatedRunner
+    from paceline.actors.model_spec import EMULATED_SCHEME
+
+    for source in (config.model, config.draft.model if config.draft else ""):
+        if source.startswith(EMULATED_SCHEME):
+            EmulatedRunner.from_source(source, num_blocks=1, block_size=1)
 
 
 def _same_tokenizer_file(target_source: str, draft_source: str) -> bool:
@@ -119,12 +131,14 @@ def serving(
     Args:
         address: Ray cluster to join; ``auto``: this machine's; ``local``: start one. None: see
             ``cluster_to_join``.
+        timeout_seconds: give up where the service is not ready by then; None = never.
         on_stage: told in a few words what happens next.
 
     Raises:
         RuntimeStartError: the service does not come up; what was started has been stopped again.
     """
     port = config.gateway.grpc_port
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     joined = cluster_to_join(config, address)
     if joined is None and not port_is_free(port, "0.0.0.0"):
         # Found out before the seconds that Ray needs.
@@ -145,11 +159,22 @@ def serving(
         runtime.start_serve(host=config.gateway.http_host, port=port, http_port=_http_port(config))
         on_stage("starting the pools")
         runtime.deploy(build_app(config), name=APPLICATION_NAME, route_prefix=ROUTE_PREFIX)
-        runtime.wait_until_ready(APPLICATION_NAME, on_progress=on_progress, timeout_seconds=timeout_seconds)
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        runtime.wait_until_ready(APPLICATION_NAME, on_progress=on_progress, timeout_seconds=left)
         host = "127.0.0.1" if config.gateway.http_host in ("0.0.0.0", "::") else config.gateway.http_host
         grpc_address = f"{host}:{port}"
         info = probe(grpc_address, runtime)
         yield RunningService(grpc_address, runtime.ray_address, runtime.started_ray, info)
+        drain_gateways(config.gateway.graceful_shutdown_timeout_s)
+
+
+def drain_gateways(timeout_seconds: float) -> None:
+    """New requests are refused from now on; returns when those that run have ended, or the time is over."""
+    from paceline.cluster.application import GATEWAY
+    from paceline.cluster.directory import DRAIN_METHOD, ask_replicas
+
+    handle = import_serve().get_deployment_handle(GATEWAY, APPLICATION_NAME)
+    ask_replicas(handle, DRAIN_METHOD, timeout_seconds=timeout_seconds)
 
 
 def probe(grpc_address: str, runtime: Runtime) -> proto.GetModelInfoResponse:

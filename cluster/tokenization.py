@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from paceline.actors.end_tokens import end_token_ids
 from paceline.actors.engine.errors import InvalidArgumentError, ModelError
 from paceline.cluster.detokenization import IncrementalDetokenizer
 
@@ -50,6 +51,10 @@ class TextCodec(Protocol):
         """All tokens that end a text: the model's and the tokenizer's, sorted."""
 
     @property
+    def max_token_characters(self) -> int:
+        """No token's text is longer."""
+
+    @property
     def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> list[int]:
@@ -85,6 +90,7 @@ class TransformersCodec:
         self._vocabulary: dict[str, int] = dict(tokenizer.get_vocab())
         self._known_ids = frozenset(self._vocabulary.values())
         self._vocab_size = max(self._known_ids) + 1
+        self._max_token_characters = max(map(len, self._vocabulary))
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         added = tokenizer.added_tokens_decoder
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -106,10 +112,7 @@ class TransformersCodec:
         except Exception as error:
             # transformers raises a different type for each way in which a tokenizer can be unusable.
             raise ModelError(f"cannot read a tokenizer from {source!r}: {_first_line(error)}") from error
-        eos_token_ids = set(_generation_eos(source, trust_remote_code))
-        if tokenizer.eos_token_id is not None:
-            eos_token_ids.add(int(tokenizer.eos_token_id))
-        return cls(tokenizer, sorted(eos_token_ids))
+        return cls(tokenizer, end_token_ids(source, tokenizer, trust_remote_code=trust_remote_code))
 
     def _find_byte_tokens(self) -> frozenset[int]:
         if self._backend is not None and "ByteFallback" not in repr(self._backend.decoder):
@@ -123,6 +126,11 @@ class TransformersCodec:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._eos_token_ids
+
+    @property
+    def max_token_characters(self) -> int:
+        # A token's name has a character for each byte of its text, or more.
+        return self._max_token_characters
 
     @property
     def has_chat_template(self) -> bool:
@@ -203,6 +211,10 @@ class EmulatedCodec:
         return ()
 
     @property
+    def max_token_characters(self) -> int:
+        return len(f"<{self._vocab_size}>")
+
+    @property
     def has_chat_template(self) -> bool:
         return False
 
@@ -244,25 +256,6 @@ def load_codec(source: str, *, trust_remote_code: bool = False) -> TextCodec:
     if urlsplit(source).scheme == EMULATED_SCHEME:
         return EmulatedCodec.from_source(source)
     return TransformersCodec.load(source, trust_remote_code=trust_remote_code)
-
-
-def _generation_eos(source: str, trust_remote_code: bool) -> list[int]:
-    """End-of-sequence ids of the generation config, else of the model config."""
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        found = GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:
-        found = None
-    if found is None:
-        try:
-            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError):
-            return []
-        found = getattr(config, "eos_token_id", None)
-    if found is None:
-        return []
-    return [int(found)] if isinstance(found, int) else [int(i) for i in found]
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.protos import generation_pb2 as proto
@@ -18,6 +18,11 @@ def request(
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     min_tokens: int = 0,
+    logprobs: int | None = None,
+    verification: int = proto.VERIFICATION_RULE_UNSPECIFIED,
+    logit_bias: Mapping[int, float] | None = None,
+    bad_token_ids: Sequence[int] = (),
+    constraint: proto.Constraint | None = None,
     **sampling: Any,
 ) -> proto.GenerateRequest:
     """A request with one of ``prompt`` and ``token_ids``; ``sampling`` names fields of SamplingParams."""
@@ -28,6 +33,13 @@ def request(
         message.prompt = prompt
     for name, value in sampling.items():
         setattr(message.sampling, name, value)
+    message.sampling.logit_bias.update(logit_bias or {})
+    message.sampling.bad_token_ids.extend(bad_token_ids)
+    if constraint is not None:
+        message.constraint.CopyFrom(constraint)
+    if logprobs is not None:
+        message.logprobs = logprobs
+    message.speculation.verification = verification
     if max_tokens is not None:
         message.stopping.max_tokens = max_tokens
     message.stopping.min_tokens = min_tokens

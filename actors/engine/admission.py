@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.messages import Submit
-from paceline.actors.engine.parameters import VerificationRule
 
 
 def check_submit(event: Submit, vocab_size: int, max_model_len: int, kv_capacity_tokens: int) -> None:
@@ -23,11 +22,6 @@ def check_submit(event: Submit, vocab_size: int, max_model_len: int, kv_capacity
     if min(event.token_ids) < 0 or max(event.token_ids) >= vocab_size:
         wrong = next(token_id for token_id in event.token_ids if not 0 <= token_id < vocab_size)
         raise InvalidArgumentError("token_ids", f"must be in [0, {vocab_size - 1}], got {wrong}")
-    if event.speculation.rule is not VerificationRule.COUPLED:
-        raise InvalidArgumentError(
-            "speculation.verification",
-            f"this service verifies with the rule coupled only, got {event.speculation.rule.value}",
-        )
     total = event.prompt_length + event.stopping.max_tokens
     if total > max_model_len:
         raise InvalidArgumentError(

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from paceline.actors.engine.messages import MAX_REVISIONS, DraftLaw, Open
+from paceline.actors.engine.parameters import VerificationRule
+
 
 class Received(Enum):
     """What became of a message of candidates."""
@@ -28,13 +31,28 @@ class DraftChain:
     committed so far; nothing of a revision at or below ``dead_revision`` is ever taken again."""
 
     token_ids: list[int] = field(default_factory=list)
+    laws: list[DraftLaw | None] = field(default_factory=list)
+    """One per token: what it was drawn from, where the draft said so."""
     revision: int = 0
     dead_revision: int = -1
+    revisions: range = range(MAX_REVISIONS)
+    """Revisions of the present stay: no other is ever taken."""
     started: bool = False
     """The draft has sent something that was not stale: it follows the sequence."""
     reopened: bool = False
     """The same draft held this sequence before, so that messages of that time may still be under way. As a
     stream keeps its order, a revision below one seen before is then the first of the present stay."""
+
+    @classmethod
+    def of_stay(cls, opened: Open, *, reopened: bool) -> DraftChain:
+        """The chain that answers ``opened``."""
+        first = opened.revisions[0]
+        return cls(
+            revision=first,
+            dead_revision=first - 1,
+            revisions=opened.revisions,
+            reopened=reopened and opened.rule is VerificationRule.COUPLED,
+        )
 
     @property
     def broken(self) -> bool:
@@ -48,21 +66,26 @@ class DraftChain:
         token_ids: Sequence[int],
         committed: Sequence[int],
         max_length: int,
+        laws: Sequence[DraftLaw] = (),
     ) -> Received:
         """Take in candidates for positions ``base_position``, ….
 
         Args:
             committed: all committed tokens of the sequence.
             max_length: tokens that the chain may hold; what is past it is dropped.
+            laws: one per token, or none at all.
         """
+        if revision not in self.revisions:
+            return Received.STALE
         if self.reopened and revision < self.revision:
             self.reopened = False
-            self.revision, self.dead_revision, self.token_ids = revision, -1, []
+            self.revision, self.dead_revision = revision, -1
+            self._clear()
         if revision <= self.dead_revision or revision < self.revision:
             return Received.STALE
         if revision > self.revision:
             self.revision = revision
-            self.token_ids = []
+            self._clear()
         self.started = True
         end = len(committed)
         if base_position < 0 or base_position > end + len(self.token_ids):
@@ -77,6 +100,7 @@ class DraftChain:
                 return Received.DIFFERS
         fresh = token_ids[known : known + max(max_length - len(self.token_ids), 0)]
         self.token_ids.extend(fresh)
+        self.laws.extend(laws[known : known + len(fresh)] if laws else [None] * len(fresh))
         return Received.KEPT if fresh else Received.KNOWN
 
     def advance(self, committed: Sequence[int]) -> int:
@@ -90,9 +114,12 @@ class DraftChain:
                 self._die()
                 return index
         foretold = min(len(self.token_ids), len(committed))
-        del self.token_ids[:foretold]
+        del self.token_ids[:foretold], self.laws[:foretold]
         return foretold
 
     def _die(self) -> None:
         self.dead_revision = self.revision
-        self.token_ids = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.token_ids, self.laws = [], []

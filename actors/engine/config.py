@@ -22,6 +22,15 @@ class Hardware(Enum):
     """They do not: a draft runs ahead while the target verifies."""
 
 
+class LogprobsMode(Enum):
+    """Of which law log probabilities are reported."""
+
+    RAW = "raw"
+    """The model's, before processors, temperature and truncation."""
+    PROCESSED = "processed"
+    """The one that the token was drawn from."""
+
+
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise InvalidArgumentError(name, f"must be at least {low}, got {value}")
@@ -71,6 +80,8 @@ class TargetEngineConfig:
     """Most sequences that may queue; one more is refused as RESOURCE_EXHAUSTED."""
     max_model_len: int | None = None
     """Longest prompt + completion in tokens; None = the model's own."""
+    enable_prefix_caching: bool = True
+    """Whether sequences share the KV of the blocks with which they begin alike."""
     num_speculative_tokens: int | None = None
     """Fixed tail length; 0 = no speculation; None = chosen by measured acceptance and step cost."""
     max_num_speculative_tokens: int = 8
@@ -79,6 +90,7 @@ class TargetEngineConfig:
     hardware: Hardware = Hardware.AUTO
     wait_for_drafts: bool = True
     """False: every step starts at once with whatever candidates have arrived."""
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -131,6 +143,8 @@ class DraftEngineConfig:
     """Most tokens computed in one step: prefill chunks and drafting together."""
     max_model_len: int | None = None
     """Longest sequence followed, in tokens; None = the model's own."""
+    enable_prefix_caching: bool = True
+    """Whether sequences share the KV of the blocks with which they begin alike."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)

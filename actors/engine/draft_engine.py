@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.config import DraftEngineConfig
-from paceline.actors.engine.draft_sampling import draw_candidates
+from paceline.actors.engine.constraint import ConstraintCompiler, make_matcher
+from paceline.actors.engine.draft_sampling import BAD_LOGITS, draw_candidates
 from paceline.actors.engine.draft_schedule import MAX_DECODE_TOKENS, PlannedSlice, PrefillPace, plan_step
 from paceline.actors.engine.draft_sequence import DraftSequence, SequenceKey, VerdictError
+from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.messages import Candidates, Close, Decline, Open, Verdict
+from paceline.actors.engine.prefix_cache import BlockKey, PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +44,17 @@ class DraftSnapshot:
     num_resting_sequences: int
     num_free_blocks: int
     num_blocks: int
+    num_cached_blocks: int
+    """Blocks in the prefix cache, those in use and those that are free until they are found."""
     num_steps_total: int
     num_drafted_tokens_total: int
     num_discarded_tokens_total: int
     """Chain tokens thrown away by verdicts."""
     num_prefill_tokens_total: int
+    num_prefix_cache_queries_total: int
+    """Tokens that were looked for in the prefix cache: a sequence's committed ones when it is begun, once."""
+    num_prefix_cache_hits_total: int
+    """Those that were found, and not computed."""
     num_declines_total: int
     num_stale_messages_total: int
     """Messages of an old epoch, of an unknown sequence or of an unknown target."""
@@ -62,16 +71,23 @@ class DraftEngine:
         runner: the draft model with its paged KV cache.
         config: limits of the draft.
         clock: seconds, monotonic.
+        constraints: makes matchers for structured output; None: sequences with a constraint are declined.
     """
 
     def __init__(
-        self, runner: ModelRunner, config: DraftEngineConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: ModelRunner,
+        config: DraftEngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        constraints: ConstraintCompiler | None = None,
     ) -> None:
         self._runner = runner
         self._config = config
         self._clock = clock
+        self._constraints = constraints
         self._max_model_len = min(runner.max_model_len, config.max_model_len or runner.max_model_len)
         self._blocks = BlockManager(runner.num_blocks, runner.block_size)
+        self._cache = PrefixCache(self._blocks, enabled=config.enable_prefix_caching)
         self._vocab_sizes: dict[str, int] = {}
         """Per target: ids below this one exist in both models."""
         self._sequences: dict[SequenceKey, DraftSequence] = {}
@@ -83,6 +99,8 @@ class DraftEngine:
         self._num_drafted = 0
         self._num_discarded = 0
         self._num_prefill = 0
+        self._num_prefix_queries = 0
+        self._num_prefix_hits = 0
         self._num_declines = 0
         self._num_stale = 0
         self._num_faults = 0
@@ -116,7 +134,16 @@ class DraftEngine:
         if reason:
             self._decline(peer, event.sequence_id, event.epoch, reason)
             return
-        sequence = DraftSequence(peer, event, vocab_size=vocab_size, max_model_len=self._max_model_len)
+        try:
+            matcher = make_matcher(
+                self._constraints, event.sampling.constraint, event.stopping.stop_token_ids
+            )
+        except InvalidArgumentError as error:
+            self._decline(peer, event.sequence_id, event.epoch, str(error))
+            return
+        sequence = DraftSequence(
+            peer, event, vocab_size=vocab_size, max_model_len=self._max_model_len, matcher=matcher
+        )
         self._sequences[sequence.key] = sequence
 
     def verdict(self, peer: str, event: Verdict) -> None:
@@ -132,6 +159,7 @@ class DraftEngine:
             return
         sequence.window = max(0, event.window)
         self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)
+        self._remember(sequence)
         if sequence.num_committed >= self._max_model_len:
             self._drop(sequence, self._too_long(sequence.num_committed))
 
@@ -150,7 +178,7 @@ class DraftEngine:
     def step(self) -> None:
         """One forward pass over all sequences that have room for another token."""
         plan = plan_step(
-            self._sequences.values(),
+            self._begin_sequences(),
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             prefill_limit=self._pace.limit(),
         )
@@ -189,10 +217,13 @@ class DraftEngine:
             num_resting_sequences=sum(sequence.window == 0 for sequence in self._sequences.values()),
             num_free_blocks=self._blocks.num_free_blocks,
             num_blocks=self._blocks.num_blocks,
+            num_cached_blocks=self._cache.num_blocks,
             num_steps_total=self._num_steps,
             num_drafted_tokens_total=self._num_drafted,
             num_discarded_tokens_total=self._num_discarded,
             num_prefill_tokens_total=self._num_prefill,
+            num_prefix_cache_queries_total=self._num_prefix_queries,
+            num_prefix_cache_hits_total=self._num_prefix_hits,
             num_declines_total=self._num_declines,
             num_stale_messages_total=self._num_stale,
             num_faults_total=self._num_faults,
@@ -202,19 +233,56 @@ class DraftEngine:
 
     def check_invariants(self) -> None:
         """Assert that sequences and blocks agree (for tests)."""
-        held: list[int] = []
         for key, sequence in self._sequences.items():
             sequence.check()
             assert sequence.key == key
             assert key.peer in self._vocab_sizes
             needed = self._blocks.blocks_needed(sequence.num_computed_tokens)
             assert len(sequence.block_table) >= needed, (key, len(sequence.block_table), needed)
-            held.extend(sequence.block_table)
-        assert len(held) == len(set(held)), "a block belongs to two sequences"
-        assert len(held) + self._blocks.num_free_blocks == self._blocks.num_blocks
+            if sequence.block_table:
+                num_kept = min(sequence.num_computed_tokens, sequence.num_committed)
+                self._cache.check_holder(sequence.prefix, sequence.block_table, num_kept)
+        self._blocks.check_invariants(sequence.block_table for sequence in self._sequences.values())
+        self._cache.check_invariants()
         assert len(self._sequences) <= self._config.max_num_seqs
 
     # ------------------------------------------------------------------ one step's parts
+
+    def _begin_sequences(self) -> list[DraftSequence]:
+        """Give sequences that hold nothing the blocks that the prefix cache has of them.
+
+        Returns:
+            Those that a step may compute. One whose next block an earlier one is about to compute waits for
+            it; the earliest never waits, so that none waits for ever.
+        """
+        if all(sequence.block_table for sequence in self._sequences.values()):
+            return list(self._sequences.values())
+        ready: list[DraftSequence] = []
+        coming: set[BlockKey] = set()
+        for sequence in self._sequences.values():
+            if sequence.wants_token:
+                if not sequence.block_table and not self._begin(sequence, coming):
+                    continue
+                key = self._cache.next_key(sequence.prefix, sequence.token_ids, sequence.num_committed)
+                if key is not None:
+                    coming.add(key)
+            ready.append(sequence)
+        return ready
+
+    def _begin(self, sequence: DraftSequence, coming: Set[BlockKey]) -> bool:
+        """False: the sequence's next block is coming."""
+        # The last token is always computed: the next one is drawn from its logits.
+        limit = min(sequence.num_committed, len(sequence.token_ids) - 1)
+        missing = self._cache.find(sequence.prefix, sequence.token_ids, limit)
+        if missing is not None and missing in coming:
+            return False
+        sequence.num_computed_tokens = self._cache.take(sequence.prefix, sequence.block_table)
+        return True
+
+    def _remember(self, sequence: DraftSequence) -> None:
+        """Let others find a sequence's full blocks of committed tokens; its chain may be cut off again."""
+        num_tokens = min(sequence.num_computed_tokens, sequence.num_committed)
+        self._cache.add(sequence.prefix, sequence.block_table, sequence.token_ids, num_tokens)
 
     def _reserve(self, plan: Sequence[PlannedSlice]) -> list[PlannedSlice]:
         """Give every planned slice its blocks; where there are none left, take the cheapest loss.
@@ -267,18 +335,30 @@ class DraftEngine:
                 num_prefill += num_tokens
 
         logits = self._runner.forward(batch)
-        chosen, broken = draw_candidates(logits, sampled)
+        draws = draw_candidates(logits, sampled)
 
         # Nothing is recorded before the whole pass has succeeded.
         for sequence, num_tokens in plan:
+            if self._cache.enabled and not sequence.last_turn:
+                self._num_prefix_queries += sequence.num_committed
+                self._num_prefix_hits += sequence.num_computed_tokens
             sequence.num_computed_tokens += num_tokens
             self._num_turns += 1
             sequence.last_turn = self._num_turns
-        for sequence, token_id in chosen:
-            sequence.append(token_id)
-        for sequence in broken:
-            self._drop(sequence, "the draft model's logits are not finite")
-        self._num_drafted += len(chosen)
+        for sequence, token_id, law in draws.chosen:
+            sequence.append(token_id, law)
+        for sequence in draws.stuck:
+            sequence.num_computed_tokens -= 1  # the last token's KV is computed when its successor is drawn
+            sequence.stuck = True
+        for sequence, reason in draws.broken:
+            if reason == BAD_LOGITS:
+                # What is wrong may lie in the KV: nobody is to find it again.
+                self._cache.forget(sequence.prefix)
+            self._drop(sequence, reason)
+        for sequence, _ in plan:
+            if sequence.block_table:
+                self._remember(sequence)
+        self._num_drafted += len(draws.chosen)
         self._num_prefill += num_prefill
         self._pace.record(self._clock() - started, num_tokens_total - num_prefill, num_prefill)
 

@@ -4,31 +4,112 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import torch
 
+from paceline.actors.engine.draft_law import draw_token, quantize_law
 from paceline.actors.engine.draft_sequence import DraftSequence
-from paceline.actors.engine.errors import NonFiniteLogitsError
-from paceline.actors.engine.sampling import sample
+from paceline.actors.engine.errors import ConstraintError, NonFiniteLogitsError
+from paceline.actors.engine.messages import DraftLaw
+from paceline.actors.engine.noise import Purpose, random_integer, revision_seed
+from paceline.actors.engine.sampling import LogitEdit, edited, has_law, process_logits, sample
+
+BAD_LOGITS: Final = "the draft model's logits are not finite"
 
 
-def draw_candidates(
-    logits: torch.Tensor, sequences: Sequence[DraftSequence]
-) -> tuple[list[tuple[DraftSequence, int]], list[DraftSequence]]:
-    """Draw the next token of each sequence from its row; return them, and the sequences without a law."""
+class Draw(NamedTuple):
+    sequence: DraftSequence
+    token_id: int
+    law: DraftLaw | None
+    """What it was drawn from; None: it was certain, or the rule does not ask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What became of the sequences of one step. Each is in one of the three."""
+
+    chosen: list[Draw]
+    """With the next token of its chain."""
+    stuck: list[DraftSequence]
+    """No token that both models have may follow its chain."""
+    broken: list[tuple[DraftSequence, str]]
+    """With the reason why it cannot be followed any further."""
+
+
+def draw_candidates(logits: torch.Tensor, sequences: Sequence[DraftSequence]) -> Draws:
+    """Draw the next token of each sequence from its row, by the law that its target has for it: the same
+    processors, on the draft's own logits."""
     if not sequences:
-        return [], []
+        return Draws([], [], [])
     restricted = _restrict(logits, [sequence.vocab_size for sequence in sequences])
-    params = [sequence.params for sequence in sequences]
-    positions = [len(sequence.token_ids) for sequence in sequences]
-    try:
-        return list(zip(sequences, sample(restricted, params, positions), strict=True)), []
-    except NonFiniteLogitsError as error:
-        bad = set(error.rows)
-    broken = [sequences[row] for row in sorted(bad)]
-    good = [row for row in range(len(sequences)) if row not in bad]
-    chosen, _ = draw_candidates(logits[good], [sequences[row] for row in good])
-    return chosen, broken
+    stuck: list[DraftSequence] = []
+    broken: list[tuple[DraftSequence, str]] = []
+    rows: list[int] = []
+    edits: list[LogitEdit | None] = []
+    for row, sequence in enumerate(sequences):
+        try:
+            edits.append(_edit_of(sequence))
+            rows.append(row)
+        except ConstraintError as error:
+            broken.append((sequence, str(error)))
+    law = edited(restricted if len(rows) == len(sequences) else restricted[rows], edits)
+    while rows:
+        try:
+            chosen = _draw(law, [sequences[row] for row in rows])
+        except NonFiniteLogitsError as error:
+            bad = set(error.rows)
+        else:
+            return Draws(chosen, stuck, broken)
+        for index in sorted(bad):
+            if has_law(restricted[rows[index]]):
+                stuck.append(sequences[rows[index]])
+            else:
+                broken.append((sequences[rows[index]], BAD_LOGITS))
+        good = [index for index in range(len(rows)) if index not in bad]
+        law, rows = law[good], [rows[index] for index in good]
+    return Draws([], stuck, broken)
+
+
+def _draw(logits: torch.Tensor, sequences: Sequence[DraftSequence]) -> list[Draw]:
+    """One token per sequence from its row of ``logits`` [R, V], edits applied: with the noise that the target
+    has too, or from a quantised law with numbers of the draft's own.
+
+    Raises:
+        NonFiniteLogitsError: naming the rows without a law; no row is drawn then.
+    """
+    with_law = [row for row, sequence in enumerate(sequences) if sequence.sends_laws]
+    with_noise = [row for row, sequence in enumerate(sequences) if not sequence.sends_laws]
+    drawn: dict[int, tuple[int, DraftLaw | None]] = {}
+    for rows in (with_noise, with_law):
+        if not rows:
+            continue
+        values = logits[rows] if len(rows) < len(sequences) else logits
+        params = [sequences[row].params for row in rows]
+        positions = [len(sequences[row].token_ids) for row in rows]
+        try:
+            if rows is with_noise:
+                tokens = sample(values, params, positions)
+                drawn.update((row, (token, None)) for row, token in zip(rows, tokens, strict=True))
+                continue
+            log_weights = process_logits(values, params).cpu().numpy()
+        except NonFiniteLogitsError as error:
+            raise NonFiniteLogitsError(tuple(rows[index] for index in error.rows)) from None
+        for row, position, values_of_row in zip(rows, positions, log_weights, strict=True):
+            law = quantize_law(values_of_row)
+            seed = revision_seed(sequences[row].draft_seed, sequences[row].revision)
+            drawn[row] = draw_token(law, random_integer(seed, position, Purpose.DRAFT)), law
+    return [Draw(sequence, *drawn[row]) for row, sequence in enumerate(sequences)]
+
+
+def _edit_of(sequence: DraftSequence) -> LogitEdit | None:
+    """The edit of the position after a sequence's chain."""
+    if sequence.processors is None:
+        return None
+    committed, chain = sequence.split()
+    sequence.processors.advance(committed)
+    return sequence.processors.edits(chain, first=len(chain))[0]
 
 
 def _restrict(logits: torch.Tensor, vocab_sizes: Sequence[int]) -> torch.Tensor:

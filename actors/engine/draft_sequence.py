@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paceline.actors.engine.constraint import ConstraintMatcher
 from paceline.actors.engine.errors import PacelineError
-from paceline.actors.engine.messages import Candidates, Open
-from paceline.actors.engine.parameters import SamplingParams
+from paceline.actors.engine.messages import Candidates, DraftLaw, Open
+from paceline.actors.engine.parameters import SamplingParams, VerificationRule
+from paceline.actors.engine.prefix_cache import CachedPrefix
+from paceline.actors.engine.processors import LogitProcessors
 
 
 class SequenceKey(NamedTuple):
@@ -29,41 +32,72 @@ class DraftSequence:
         * KV of ``token_ids[:num_computed_tokens]`` is in the cache, and it is never all of them: the last
           token is computed by the step that samples its successor;
         * ``num_committed <= num_reported <= len(token_ids)``: tokens below ``num_reported`` need not be
-          told to the target (it knows them, or they were sent).
+          told to the target (it knows them, or they were sent);
+        * ``laws`` has one entry for each chain token: what it was drawn from.
     """
 
     __slots__ = (
         "block_table",
+        "draft_seed",
         "epoch",
         "key",
         "last_turn",
+        "laws",
         "max_model_len",
         "num_committed",
         "num_computed_tokens",
         "num_reported",
         "params",
+        "prefix",
+        "processors",
         "revision",
+        "rule",
+        "stuck",
         "token_ids",
         "vocab_size",
         "window",
     )
 
-    def __init__(self, peer: str, event: Open, *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        peer: str,
+        event: Open,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        matcher: ConstraintMatcher | None = None,
+    ) -> None:
         self.key = SequenceKey(peer, event.sequence_id)
         self.epoch = event.epoch
         self.params: SamplingParams = event.sampling
         self.vocab_size = vocab_size
         """Ids below this one exist in both models; no other is ever proposed."""
         self.max_model_len = max_model_len
+        self.processors = LogitProcessors.create(
+            event.sampling,
+            event.stopping,
+            event.prompt_length or len(event.token_ids),
+            vocab_size,
+            matcher,
+        )
+        """What the request does to the logits of its positions; None: nothing."""
+        self.rule = event.rule
+        self.draft_seed = event.draft_seed
+        """Key of all numbers that are drawn for this stay under the standard and block rules."""
         self.token_ids: list[int] = list(event.token_ids)
+        self.laws: list[DraftLaw | None] = []
         self.num_committed = len(self.token_ids)
         self.num_reported = self.num_committed
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
-        self.revision = 0
+        self.prefix = CachedPrefix()
+        """Of the draft's prefix cache; the head of ``block_table`` unless that is empty."""
+        self.revision = event.revisions[0]
         self.window = max(0, event.window)
         self.last_turn = 0
         """When this sequence was last computed, in turns; no two sequences share a turn."""
+        self.stuck = False
+        """No token may follow the chain; it rests until the target commits something."""
 
     @property
     def num_chain_tokens(self) -> int:
@@ -77,11 +111,25 @@ class DraftSequence:
     @property
     def wants_token(self) -> bool:
         """Whether the window and the model's length leave room for one more chain token."""
-        return self.num_chain_tokens < self.window and len(self.token_ids) < self.max_model_len
+        return (
+            not self.stuck
+            and self.num_chain_tokens < self.window
+            and len(self.token_ids) < self.max_model_len
+        )
 
-    def append(self, token_id: int) -> None:
+    def split(self) -> tuple[list[int], list[int]]:
+        """Committed tokens, chain tokens."""
+        return self.token_ids[: self.num_committed], self.token_ids[self.num_committed :]
+
+    @property
+    def sends_laws(self) -> bool:
+        """Whether the target has to hear what a token was drawn from. A greedy token was certain."""
+        return self.rule is not VerificationRule.COUPLED and not self.params.greedy
+
+    def append(self, token_id: int, law: DraftLaw | None = None) -> None:
         """Add a sampled token to the chain."""
         self.token_ids.append(token_id)
+        self.laws.append(law)
 
     def commit(self, base_position: int, committed: Sequence[int]) -> int:
         """Take in what the target committed at ``base_position``; return how many chain tokens were lost.
@@ -111,18 +159,20 @@ class DraftSequence:
         fresh = committed[known:]
         if not fresh:
             return 0
+        self.stuck = False
         start, end = self.num_committed, self.num_committed + len(fresh)
         common = _common_length(self.token_ids, start, fresh)
         num_discarded = 0
         if common < min(end, len(self.token_ids)):
             num_discarded = len(self.token_ids) - common
             self.revision += 1
-            del self.token_ids[common:]
+            del self.token_ids[common:], self.laws[common - start :]
             self.num_computed_tokens = min(self.num_computed_tokens, common)
             self.num_reported = end
         # Past a difference or the chain's end the target's tokens go on; a longer chain stays as it is.
         self.token_ids.extend(fresh[len(self.token_ids) - start :])
         self.num_committed = end
+        del self.laws[: len(fresh)]
         self.num_reported = max(self.num_reported, end)
         return num_discarded
 
@@ -132,8 +182,9 @@ class DraftSequence:
         token_ids = tuple(self.token_ids[base_position:])
         if not token_ids:
             return None
+        laws = tuple(law for law in self.laws[base_position - self.num_committed :] if law is not None)
         self.num_reported = len(self.token_ids)
-        return Candidates(self.key.sequence_id, self.epoch, base_position, token_ids, self.revision)
+        return Candidates(self.key.sequence_id, self.epoch, base_position, token_ids, self.revision, laws)
 
     def check(self) -> None:
         """Assert the invariants (for tests)."""
@@ -144,6 +195,7 @@ class DraftSequence:
             size,
         )
         assert 0 <= self.num_computed_tokens < size, (self.num_computed_tokens, size)
+        assert len(self.laws) == self.num_chain_tokens, (len(self.laws), self.num_chain_tokens)
         assert self.revision >= 0
         assert self.window >= 0
 

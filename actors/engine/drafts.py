@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.actors.engine.chain import DraftChain, Received
+from paceline.actors.engine.draft_law import DraftLawError, check_law
 from paceline.actors.engine.estimates import AcceptanceEstimate, RecentMedian
 from paceline.actors.engine.messages import Candidates, Close, DraftHello, Open, Verdict
+from paceline.actors.engine.noise import stay_seed
+from paceline.actors.engine.parameters import VerificationRule
 from paceline.actors.engine.sequence import Drafting, TargetSequence
 from paceline.actors.engine.target_output import DraftOutput, DraftStatus
 
@@ -107,6 +110,8 @@ class Draft:
             capacity=self.hello.capacity,
             num_sequences=len(self.sequences),
             acceptance=self.acceptance.rate,
+            num_tested_total=self.acceptance.num_trials,
+            num_foretold_total=self.acceptance.num_accepted,
             step_seconds=self.seconds_per_token,
             response_seconds=self.response_seconds.value or 0.0,
         )
@@ -222,11 +227,23 @@ class DraftBook:
     def _open(self, sequence: TargetSequence, draft: Draft, window: int) -> None:
         length = len(sequence.token_ids)
         window = min(window, sequence.tail_limit, draft.hello.max_model_len - length)
+        opened = Open(
+            sequence_id=sequence.sequence_id,
+            epoch=sequence.epoch,
+            token_ids=tuple(sequence.token_ids),
+            sampling=sequence.sampling,
+            window=window,
+            prompt_length=sequence.prompt_length,
+            stopping=sequence.stopping,
+            rule=sequence.rule,
+            draft_seed=stay_seed(sequence.sampling.seed, sequence.epoch, sequence.num_stays),
+        )
+        sequence.num_stays += 1
         sequence.drafting = Drafting(
             peer=draft.peer,
             reported_length=length,
             window=window,
-            chain=DraftChain(reopened=draft.peer in sequence.former_drafts),
+            chain=DraftChain.of_stay(opened, reopened=draft.peer in sequence.former_drafts),
             acceptance=AcceptanceEstimate(prior=draft.acceptance.rate, prior_trials=8.0),
         )
         draft.sequences[sequence.sequence_id] = sequence
@@ -234,17 +251,7 @@ class DraftBook:
         # An Open replaces what the draft still holds of the sequence, so a Close before it says nothing.
         close = Close(sequence.sequence_id, sequence.epoch)
         output.closes = [event for event in output.closes if event != close]
-        output.opens.append(
-            Open(
-                sequence_id=sequence.sequence_id,
-                epoch=sequence.epoch,
-                token_ids=tuple(sequence.token_ids),
-                sampling=sequence.sampling,
-                window=window,
-                prompt_length=sequence.prompt_length,
-                stopping=sequence.stopping,
-            )
-        )
+        output.opens.append(opened)
 
     def check_invariants(self, live: Iterable[TargetSequence]) -> None:
         """Assert that sequences and drafts agree (for tests)."""
@@ -258,6 +265,7 @@ class DraftBook:
                 assert self._drafts[drafting.peer].sequences[sequence.sequence_id] is sequence
                 assert drafting.reported_length <= len(sequence.token_ids)
                 assert len(drafting.chain.token_ids) <= self._max_window
+                assert len(drafting.chain.laws) == len(drafting.chain.token_ids)
         assert count == len(held), "a draft holds a sequence that is not live"
         for draft in self._drafts.values():
             assert len(draft.sequences) <= draft.hello.capacity
@@ -276,14 +284,20 @@ class DraftBook:
         token_ids = message.token_ids
         if not token_ids:
             return
-        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+        if not self._is_possible(message, sequence.rule):
             self.num_quarantined += 1
             self.close(sequence, bar=True)
             return
         chain = drafting.chain
         started, revision = chain.started, chain.revision
         received = chain.receive(
-            message.revision, message.base_position, token_ids, sequence.token_ids, self._max_window
+            message.revision,
+            message.base_position,
+            token_ids,
+            sequence.token_ids,
+            self._max_window,
+            # Under the coupled rule a law says nothing that the target could use.
+            () if sequence.rule is VerificationRule.COUPLED else message.laws,
         )
         drafting.silent = False
         drafting.news_at = now
@@ -296,15 +310,35 @@ class DraftBook:
             # Made before the draft heard of what is committed by now: of use is what answers that.
             self.num_stale += 1
 
+    def _is_possible(self, message: Candidates, rule: VerificationRule) -> bool:
+        """Whether an honest draft can have sent these tokens and laws."""
+        token_ids, laws = message.token_ids, message.laws
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+            return False
+        if rule is VerificationRule.COUPLED or not laws:
+            return True
+        if len(laws) != len(token_ids):
+            return False
+        try:
+            for token_id, law in zip(token_ids, laws, strict=True):
+                check_law(law, token_id, self._vocab_size)
+        except DraftLawError:
+            return False
+        return True
+
     # ------------------------------------------------------------------ what drafts are told
 
-    def follow(self, sequence: TargetSequence, base_position: int, num_accepted: int) -> None:
+    def follow(
+        self, sequence: TargetSequence, base_position: int, num_verified: int, num_accepted: int
+    ) -> None:
         """Bring the chain up to the tokens committed from ``base_position`` on, and learn how good it was.
 
-        Chain tokens that were not verified (a bonus position, a lookup's tail in their place) tell as much.
+        Where target and draft share their noise, chain tokens that were not verified (a bonus position, a
+        lookup's tail in their place) tell as much. Where they do not, two draws of the same law may differ.
 
         Args:
-            num_accepted: tokens of this chain that verification accepted.
+            num_verified: tokens of this chain that were verified.
+            num_accepted: those of them that were accepted.
         """
         drafting = sequence.drafting
         if drafting is None:
@@ -314,8 +348,11 @@ class DraftBook:
         num_compared = min(len(drafting.chain.token_ids), len(committed))
         if num_compared:
             num_foretold = drafting.chain.advance(committed)
-            drafting.acceptance.record(num_compared, num_foretold)
-            self._drafts[drafting.peer].acceptance.record(num_compared, num_foretold)
+            if sequence.shares_noise:
+                num_verified, num_accepted = num_compared, num_foretold
+        if num_verified:
+            drafting.acceptance.record(num_verified, num_accepted)
+            self._drafts[drafting.peer].acceptance.record(num_verified, num_accepted)
 
     def report(self, sequence: TargetSequence, window: int, now: float) -> None:
         """Tell the draft what was committed since it was last told, and its window.

@@ -14,6 +14,10 @@ class InvalidArgumentError(PacelineError):
         self.reason = reason
 
 
+class ConstraintError(PacelineError):
+    """A sequence's tokens do not satisfy the constraint that its request names."""
+
+
 class ModelError(PacelineError):
     """A model cannot be found, read or served. The text names the remedy."""
 

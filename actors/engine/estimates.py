@@ -38,12 +38,15 @@ class AcceptanceEstimate:
     a + 1 trials (what came after the first rejection says nothing), one accepted whole is k.
     """
 
-    __slots__ = ("_accepted", "_decay", "_trials", "optimistic", "rate")
+    __slots__ = ("_accepted", "_decay", "_trials", "num_accepted", "num_trials", "optimistic", "rate")
 
     def __init__(self, prior: float = 0.7, prior_trials: float = 4.0, decay: float = 0.96) -> None:
         self._accepted = prior * prior_trials
         self._trials = prior_trials
         self._decay = decay
+        self.num_accepted = 0
+        """All that were recorded, none forgotten."""
+        self.num_trials = 0
         self.rate = prior
         self.optimistic = prior
         """The rate and half a standard error. To decide by it tries what little is known of: a few early
@@ -52,7 +55,10 @@ class AcceptanceEstimate:
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
         self._accepted = self._decay * self._accepted + num_accepted
-        self._trials = self._decay * self._trials + num_accepted + (num_accepted < num_drafted)
+        num_trials = num_accepted + (num_accepted < num_drafted)
+        self._trials = self._decay * self._trials + num_trials
+        self.num_accepted += num_accepted
+        self.num_trials += num_trials
         self._update()
 
     def fade(self, factor: float = 0.98) -> None:

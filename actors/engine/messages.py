@@ -17,6 +17,9 @@ from paceline.actors.engine.parameters import (
     VerificationRule,
 )
 
+MAX_REVISIONS = 2**32
+REVISIONS_PER_STAY = 2**16
+
 # ---------------------------------------------------------------- gateway -> target
 
 
@@ -153,6 +156,19 @@ class Open:
     rule: VerificationRule = VerificationRule.COUPLED
     draft_seed: int = 0
     """What the draft draws with under the standard and block rules; no other stay at any draft shares it."""
+
+    @property
+    def revisions(self) -> range:
+        """What the draft's revisions are taken from, in ascending order.
+
+        Under the standard and block rules every stay has a range of its own: what a former stay at the same
+        draft left under way must not meet this stay's tokens. Were a chain kept where two draws agree, and
+        dropped where they do not, its tokens would no longer have the law that they were drawn from.
+        """
+        if self.rule is VerificationRule.COUPLED:
+            return range(MAX_REVISIONS)
+        first = (self.draft_seed >> 48) * REVISIONS_PER_STAY
+        return range(first, first + REVISIONS_PER_STAY)
 
 
 @dataclass(frozen=True, slots=True)

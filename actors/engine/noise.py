@@ -49,6 +49,16 @@ class Purpose(IntEnum):
     """Noise that picks the corrected token from a residual law."""
     SEED = 3
     """Seeds of further choices of one request."""
+    BONUS = 4
+    """Picks a token from the target's own law under the ratio rules: a bonus token, or one without a tail."""
+    DRAFT = 5
+    """Picks a draft's token from its quantised law under the ratio rules."""
+    ROUND = 6
+    """Keys of the rounds of a sequence (``round_seed``)."""
+    STAY = 7
+    """Keys of its stays at drafts (``stay_seed``)."""
+    REVISION = 8
+    """Keys of the revisions of a draft's chain (``revision_seed``)."""
 
 
 def philox4x32(
@@ -220,3 +230,73 @@ def derive_seed(seed: int, index: int) -> int:
         return seed
     low, high, _, _ = philox4x32(index & _WORD, index >> 32, 0, int(Purpose.SEED), seed & _WORD, seed >> 32)
     return high << 32 | low
+
+
+# ---------------------------------------------------------------- streams of the ratio rules
+
+
+def round_seed(seed: int, epoch: int, base_position: int) -> int:
+    """The key of everything that a target draws in one round of the standard and block rules.
+
+    Under these rules what is committed is not a function of (seed, position): whether a round stops at
+    some position depends, under block verification, on the uniforms of later positions too. A number of one
+    round that was used again in a later one, for the same position, would be a number that the history was
+    selected by, and the output would be biased. So no number is used twice: a round is named by the epoch
+    and by the number of tokens that were committed before it. Every round commits at least one token, so
+    that length differs between all rounds of a placement (preemption changes neither); a placement that is
+    resumed elsewhere, and may draw a position again whose token was lost, has another epoch. Within a round
+    ACCEPTANCE, RESIDUAL and BONUS are disjoint.
+
+    Args:
+        seed: of the sequence, unsigned 64-bit.
+        epoch: of its placement.
+        base_position: tokens committed when the round began.
+
+    Returns:
+        An unsigned 64-bit key.
+    """
+    return _branch(seed, Purpose.ROUND, epoch, base_position)
+
+
+def stay_seed(seed: int, epoch: int, stay: int) -> int:
+    """The key of what a draft draws while it holds a sequence, under the standard and block rules.
+
+    Tokens that two stays propose for one position must be independent, given what is committed: the first
+    proposal has taken part in a verdict that the second one's history depends on. Hence a key for each stay,
+    ``stay`` being the number of stays at any draft before it in this epoch.
+
+    Returns:
+        An unsigned 64-bit key.
+    """
+    return _branch(seed, Purpose.STAY, epoch, stay)
+
+
+def revision_seed(draft_seed: int, revision: int) -> int:
+    """The key of one revision of a draft's chain. A draft that discards part of its chain draws those
+    positions again, after a verdict that depended on what stood there; within a revision it draws each
+    position once.
+
+    Returns:
+        An unsigned 64-bit key.
+    """
+    return _branch(draft_seed, Purpose.REVISION, revision, 0)
+
+
+def _branch(seed: int, purpose: Purpose, first: int, second: int) -> int:
+    low, high, _, _ = philox4x32(
+        first & _WORD, second & _WORD, second >> 32 & _WORD, int(purpose), seed & _WORD, seed >> 32
+    )
+    return high << 32 | low
+
+
+def random_integer(seed: int, position: int, purpose: Purpose) -> int:
+    """A uniform integer in [0, 2**64), one for each (seed, position, purpose)."""
+    low, high, _, _ = philox4x32(
+        0, position & _WORD, position >> 32 & _WORD, int(purpose), seed & _WORD, seed >> 32
+    )
+    return high << 32 | low
+
+
+def uniform(seed: int, position: int, purpose: Purpose) -> float:
+    """A uniform number in (0, 1), with 52 random bits; it reaches neither end."""
+    return ((random_integer(seed, position, purpose) >> 12) + 0.5) * 2.0**-52

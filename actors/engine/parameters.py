@@ -195,6 +195,16 @@ class SpeculationStats:
         """1 + accepted / rounds, which does include the corrected or bonus token; 0.0 before any round."""
         return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 0.0
 
+    def add(self, other: SpeculationStats) -> None:
+        """Count another sequence's, or another stay's, in."""
+        self.rounds += other.rounds
+        self.draft_tokens += other.draft_tokens
+        self.accepted_tokens += other.accepted_tokens
+        missing = len(other.accepted_per_position) - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * max(0, missing))
+        for depth, count in enumerate(other.accepted_per_position):
+            self.accepted_per_position[depth] += count
+
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """Count one round in which ``num_drafted`` (> 0) tokens were verified."""
         self.rounds += 1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.actors.engine.batch import SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.pacing import fit_tails
+from paceline.actors.engine.prefix_cache import BlockKey, PrefixCache
 from paceline.actors.engine.sequence import SequenceStatus, TargetSequence
 
 
@@ -51,17 +52,45 @@ class Scheduler:
     When they run short tails are shortened first; then the latest admitted sequence is preempted (its KV
     is computed again later), never the oldest. A sequence that fits into the pool alone always finishes.
 
+    Prefixes: an admitted sequence begins with the blocks that the prefix cache has of it. One whose next
+    block a running sequence is about to compute is *deferred*: it waits for that block, and those behind it
+    are admitted meanwhile only where they leave it its place. What it waits for comes, since the first
+    running sequence moves on in every step; if the one that computes it goes, nothing is waited for.
+
     Invariants: ``running`` is in order of admission; ``waiting`` is in order of arrival and holds no block.
+
+    Args:
+        cache: of the same blocks; None: no prefix caching.
     """
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        cache: PrefixCache | None = None,
+    ) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._cache = cache or PrefixCache(blocks, enabled=False)
+        self._deferred: set[TargetSequence] = set()
+        self._num_arrivals = 0
         self.running: list[TargetSequence] = []
         self.waiting: deque[TargetSequence] = deque()
+        self.num_prefix_queries = 0
+        """Tokens of admitted sequences that were looked for in the prefix cache, the first time."""
+        self.num_prefix_hits = 0
+        """Those that were found."""
+
+    @property
+    def num_queued(self) -> int:
+        """Waiting sequences for which there is no place yet."""
+        return len(self.waiting) - len(self._deferred)
 
     def add(self, sequence: TargetSequence) -> None:
+        self._num_arrivals += 1
+        sequence.arrival = self._num_arrivals
         self.waiting.append(sequence)
 
     def remove(self, sequence: TargetSequence) -> None:
@@ -70,6 +99,7 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+            self._deferred.discard(sequence)
         self._blocks.free(sequence.block_table)
         sequence.status = SequenceStatus.FINISHED
 
@@ -80,16 +110,28 @@ class Scheduler:
         only have the newcomer preempted by the others' growth.
         """
         admitted: list[TargetSequence] = []
-        while self.waiting and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting[0]
-            needed = self._blocks.blocks_needed(len(sequence.token_ids))
-            if needed + len(self.running) > self._blocks.num_free_blocks:
+        self._deferred.clear()
+        coming = self._coming_blocks(self.running) if self.waiting else set()
+        deferred_blocks = 0
+        for sequence in tuple(self.waiting):
+            places = len(self.running) + len(self._deferred)
+            if places >= self._max_num_seqs:
                 break
-            self._blocks.grow(sequence.block_table, len(sequence.token_ids))
-            self.waiting.popleft()
-            self.running.append(sequence)
-            sequence.status = SequenceStatus.RUNNING
+            length = len(sequence.token_ids)
+            if sequence.missing is None or sequence.missing not in coming:
+                # The last token is always computed: the next one is drawn from its logits.
+                sequence.missing = self._cache.find(sequence.prefix, sequence.token_ids, length - 1)
+            needed = self._blocks.blocks_needed(length) - len(sequence.prefix)
+            if sequence.missing is not None and sequence.missing in coming:
+                self._deferred.add(sequence)
+                deferred_blocks += needed
+                continue
+            needed += self._cache.num_idle(sequence.prefix)
+            if needed + deferred_blocks + places > self._blocks.num_free_blocks:
+                break
+            self._start(sequence)
             admitted.append(sequence)
+            coming |= self._coming_blocks([sequence])
         return admitted
 
     def schedule(self, tails: Mapping[TargetSequence, Sequence[int]]) -> Plan:
@@ -119,11 +161,39 @@ class Scheduler:
                 break
             budget -= chunk
             scheduled.append(ScheduledSequence(sequence, sequence.num_computed_tokens, chunk, ()))
+        for item in scheduled:
+            # A step writes behind the cached blocks only: those may be others' as well.
+            assert item.start >= len(item.sequence.prefix) * self._blocks.block_size
         return Plan(scheduled, preempted, self._max_num_batched_tokens - budget)
 
-    def truncate(self, sequence: TargetSequence) -> None:
-        """Free the blocks past the committed tokens (a rejected tail's)."""
+    def settle(self, sequence: TargetSequence) -> None:
+        """After each step of a sequence: free the blocks past the committed tokens (a rejected tail's), then
+        let others find those that are full and computed."""
         self._blocks.truncate(sequence.block_table, len(sequence.token_ids))
+        self._cache.add(
+            sequence.prefix, sequence.block_table, sequence.token_ids, sequence.num_computed_tokens
+        )
+
+    def _coming_blocks(self, running: Iterable[TargetSequence]) -> set[BlockKey]:
+        """Of each sequence the next block, where its tokens are known."""
+        if not self._cache.enabled:
+            return set()
+        keys = (self._cache.next_key(s.prefix, s.token_ids, len(s.token_ids)) for s in running)
+        return {key for key in keys if key is not None}
+
+    def _start(self, sequence: TargetSequence) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        num_cached = self._cache.take(sequence.prefix, sequence.block_table)
+        enough = self._blocks.grow(sequence.block_table, len(sequence.token_ids))
+        assert enough, f"sequence {sequence.sequence_id} was admitted without blocks"
+        sequence.num_computed_tokens = num_cached
+        if sequence.cached_prompt_tokens is None:
+            sequence.cached_prompt_tokens = min(num_cached, sequence.prompt_length)
+            if self._cache.enabled:
+                self.num_prefix_queries += len(sequence.token_ids)
+                self.num_prefix_hits += num_cached
 
     def _reserve_pending_tokens(self) -> list[TargetSequence]:
         """Give every running sequence a slot for each known token; preempt the latest admitted if short."""
@@ -158,6 +228,10 @@ class Scheduler:
         self.running.remove(sequence)
         self._blocks.free(sequence.block_table)
         sequence.num_computed_tokens = 0
+        sequence.missing = None
         sequence.status = SequenceStatus.WAITING
-        # The latest admitted arrived last among the running ones, and before all that wait.
-        self.waiting.appendleft(sequence)
+        # It arrived before all that wait, but for a deferred one that it overtook.
+        place = 0
+        while place < len(self.waiting) and self.waiting[place].arrival < sequence.arrival:
+            place += 1
+        self.waiting.insert(place, sequence)

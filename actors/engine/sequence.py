@@ -6,9 +6,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from paceline.actors.engine.chain import DraftChain
+from paceline.actors.engine.constraint import ConstraintMatcher
 from paceline.actors.engine.estimates import AcceptanceEstimate
 from paceline.actors.engine.messages import Submit
-from paceline.actors.engine.parameters import SamplingParams, SpeculationStats, StoppingParams
+from paceline.actors.engine.parameters import (
+    SamplingParams,
+    SpeculationStats,
+    StoppingParams,
+    VerificationRule,
+)
+from paceline.actors.engine.prefix_cache import BlockKey, CachedPrefix
+from paceline.actors.engine.processors import LogitProcessors
 from paceline.actors.engine.proposer import NgramProposer
 
 MAX_TOLD = 16
@@ -99,21 +107,44 @@ class TargetSequence:
     max_tail: int
     """Longest tail this sequence may ever have verified: the request's bound and the target's."""
     proposer: NgramProposer
+    processors: LogitProcessors | None = None
+    """What the request does to the logits of its positions; None: nothing."""
+    matcher: ConstraintMatcher | None = None
+    """Of the request's constraint, shared with ``processors``, which advance it; None: no constraint."""
+    logprobs: int | None = None
+    """Top entries to report for each committed token; None = no logprobs."""
+    rule: VerificationRule = VerificationRule.COUPLED
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    prefix: CachedPrefix = field(default_factory=CachedPrefix)
+    """Of the prefix cache: while running, the head of ``block_table``; while waiting, what was found last."""
+    missing: BlockKey | None = None
+    """While waiting: the first full block that was not found in the prefix cache."""
+    cached_prompt_tokens: int | None = None
+    """Prompt tokens that were in the prefix cache when it was first admitted; None before."""
+    arrival: int = 0
+    """The scheduler's number for it; later ones arrived later."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     drafting: Drafting | None = None
     barred_drafts: set[str] = field(default_factory=set)
     """Peers of drafts that must not be given this sequence (again): they declined it or misbehaved."""
     former_drafts: set[str] = field(default_factory=set)
     """Peers of drafts that held this sequence at this epoch before."""
+    num_stays: int = 0
+    """How often it was given to a draft at this epoch."""
     tail_target: int = 0
     """Best tail length at present; a step is not delayed for more."""
 
     @classmethod
     def from_submit(
-        cls, gateway: str, event: Submit, max_tail: int, proposer: NgramProposer
+        cls,
+        gateway: str,
+        event: Submit,
+        max_tail: int,
+        proposer: NgramProposer,
+        processors: LogitProcessors | None = None,
+        matcher: ConstraintMatcher | None = None,
     ) -> TargetSequence:
         return cls(
             sequence_id=event.sequence_id,
@@ -125,7 +156,17 @@ class TargetSequence:
             stopping=event.stopping,
             max_tail=max_tail,
             proposer=proposer,
+            processors=processors,
+            matcher=matcher,
+            logprobs=event.logprobs,
+            rule=event.speculation.rule,
         )
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether target and draft draw with the same noise, so that tails are compared with the target's own
+        samples. Greedy ones are under every rule: their law holds one token."""
+        return self.rule is VerificationRule.COUPLED or self.sampling.greedy
 
     @property
     def num_pending_tokens(self) -> int:

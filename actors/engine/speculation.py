@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.actors.engine.config import Hardware, TargetEngineConfig
 from paceline.actors.engine.drafts import Draft, DraftBook
 from paceline.actors.engine.estimates import StepCostModel
+from paceline.actors.engine.messages import DraftLaw
 from paceline.actors.engine.pacing import (
     Awaited,
     OverlapProbe,
@@ -38,6 +39,8 @@ class Proposal:
     from_draft: bool
     """False: from the target's own prompt lookup."""
     acceptance: float
+    laws: Sequence[DraftLaw | None] = ()
+    """What each token was drawn from; none at all: all of them were certain."""
 
 
 class Speculator:
@@ -91,7 +94,7 @@ class Speculator:
             elapsed,
         )
         return {
-            sequence: Proposal(proposal.token_ids[:count], proposal.from_draft, proposal.acceptance)
+            sequence: replace(proposal, token_ids=proposal.token_ids[:count], laws=proposal.laws[:count])
             for (sequence, proposal), count in zip(proposals.items(), counts, strict=False)
             if count
         }
@@ -183,12 +186,18 @@ class Speculator:
     # ------------------------------------------------------------------ parts
 
     def _propose_for(self, sequence: TargetSequence) -> Proposal | None:
-        """The draft's tail or the lookup's, whichever promises more tokens."""
+        """The draft's tail or the lookup's, whichever promises more tokens.
+
+        Decided by what is past: lengths, and how earlier tails fared. To look at the tokens at hand or at
+        their laws would bias the output under the standard and block rules; the same holds for whatever
+        else here shortens a tail.
+        """
         limit = sequence.tail_limit
         best: Proposal | None = None
         drafting = sequence.drafting
         if drafting is not None and drafting.chain.token_ids:
-            best = Proposal(drafting.chain.token_ids[:limit], True, drafting.acceptance.optimistic)
+            chain = drafting.chain
+            best = Proposal(chain.token_ids[:limit], True, drafting.acceptance.optimistic, chain.laws[:limit])
         lookup = sequence.proposer.propose(sequence.token_ids, limit)
         if lookup:
             acceptance = sequence.proposer.acceptance.rate

@@ -18,8 +18,8 @@ class Stop(NamedTuple):
 def find_stop(token_ids: Sequence[int], num_completion_tokens: int, stopping: StoppingParams) -> Stop:
     """Scan new tokens in order, as if they had been generated one by one.
 
-    A stop token ends the sequence if the completion, that token included, has at least ``min_tokens``
-    tokens; before that it is a token like any other. The stop token itself is kept. Otherwise the
+    A stop token ends the sequence once ``min_tokens`` tokens precede it; before that it is not drawn (see
+    ``LogitProcessors``), and would be a token like any other. The stop token itself is kept. Otherwise the
     completion ends at ``max_tokens``. A stop token in the last allowed place counts as STOP.
 
     Args:
@@ -28,7 +28,7 @@ def find_stop(token_ids: Sequence[int], num_completion_tokens: int, stopping: St
     """
     room = stopping.max_tokens - num_completion_tokens
     for index, token_id in enumerate(token_ids[: max(room, 0)]):
-        if token_id in stopping.stop_token_ids and num_completion_tokens + index + 1 >= stopping.min_tokens:
+        if token_id in stopping.stop_token_ids and num_completion_tokens + index >= stopping.min_tokens:
             return Stop(index + 1, FinishReason.STOP)
     if len(token_ids) >= room:
         return Stop(max(room, 0), FinishReason.LENGTH)

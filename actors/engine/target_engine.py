@@ -13,6 +13,7 @@ from paceline.actors.engine.admission import check_submit
 from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.config import TargetEngineConfig
+from paceline.actors.engine.constraint import ConstraintCompiler, make_matcher, stop_at_end
 from paceline.actors.engine.drafts import DraftBook
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.messages import (
@@ -26,12 +27,14 @@ from paceline.actors.engine.messages import (
     Submit,
 )
 from paceline.actors.engine.parameters import FinishReason, SpeculationStats
+from paceline.actors.engine.prefix_cache import PrefixCache
+from paceline.actors.engine.processors import LogitProcessors
 from paceline.actors.engine.proposer import NgramProposer
 from paceline.actors.engine.scheduler import Plan, ScheduledSequence, Scheduler
 from paceline.actors.engine.sequence import SequenceStatus, TargetSequence
 from paceline.actors.engine.speculation import Proposal, Speculator
 from paceline.actors.engine.step_times import StepTimes
-from paceline.actors.engine.stopping import find_stop
+from paceline.actors.engine.stopping import Stop, find_stop
 from paceline.actors.engine.target_output import (
     DraftOutput,
     DraftStatus,
@@ -40,7 +43,7 @@ from paceline.actors.engine.target_output import (
     TargetSnapshot,
 )
 from paceline.actors.engine.verification import Verification
-from paceline.actors.engine.verifier import verify_step
+from paceline.actors.engine.verifier import Unverified, verify_step
 
 __all__ = [
     "DraftOutput",
@@ -54,7 +57,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 STEP_FAILED = "the target could not compute this step"
-BAD_LOGITS = "the model produced logits that are not numbers"
 
 MEASURED_SIZES = (1, 2, 3, 4, 5, 7, 9)
 """Tokens of the steps that are measured at start-up: one sequence with tails up to the usual limit."""
@@ -71,16 +73,25 @@ class TargetEngine:
         runner: the target model with its paged KV cache.
         config: limits of the target.
         clock: seconds, monotonic.
+        constraints: makes matchers for structured output; None: sequences with a constraint are refused.
     """
 
     def __init__(
-        self, runner: ModelRunner, config: TargetEngineConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: ModelRunner,
+        config: TargetEngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        constraints: ConstraintCompiler | None = None,
     ) -> None:
         self._runner = runner
         self._config = config
         self._clock = clock
+        self._constraints = constraints
         self._blocks = BlockManager(runner.num_blocks, runner.block_size)
-        self._scheduler = Scheduler(self._blocks, config.max_num_seqs, config.max_num_batched_tokens)
+        self._cache = PrefixCache(self._blocks, enabled=config.enable_prefix_caching)
+        self._scheduler = Scheduler(
+            self._blocks, config.max_num_seqs, config.max_num_batched_tokens, self._cache
+        )
         self._book = DraftBook(runner.vocab_size, config.max_window)
         self._speculator = Speculator(config, self._book)
         self._sequences: dict[str, TargetSequence] = {}
@@ -159,7 +170,12 @@ class TargetEngine:
         try:
             logits = self._runner.forward(batch)
             model_seconds = self._clock() - computing
-            verifications = verify_step(plan.scheduled, logits)
+            verifications = verify_step(
+                plan.scheduled,
+                logits,
+                self._config.logprobs_mode,
+                {sequence: proposal.laws for sequence, proposal in proposals.items() if proposal.laws},
+            )
         except Exception as error:  # whatever a model raises: these sequences end, the process stays
             self._fail(plan, error)
             return
@@ -181,14 +197,23 @@ class TargetEngine:
         self,
         plan: Plan,
         proposals: dict[TargetSequence, Proposal],
-        verifications: Sequence[Verification | None],
+        verifications: Sequence[Verification | Unverified],
     ) -> None:
         """Commit, truncate, finish, free."""
         for item, verification in zip(plan.scheduled, verifications, strict=True):
-            if verification is None:
-                self._finish(item.sequence, FinishReason.ERROR, error=BAD_LOGITS)
+            if isinstance(verification, Unverified):
+                if not verification.invalid_argument:
+                    # What is wrong may lie in the KV: nobody is to find it again.
+                    self._cache.forget(item.sequence.prefix)
+                self._finish(
+                    item.sequence,
+                    FinishReason.ERROR,
+                    error=verification.error,
+                    invalid_argument=verification.invalid_argument,
+                )
             elif not verification.token_ids:
                 item.sequence.num_computed_tokens += item.num_tokens
+                self._scheduler.settle(item.sequence)
             else:
                 self._commit(item, proposals.get(item.sequence), verification)
 
@@ -197,12 +222,14 @@ class TargetEngine:
         num_drafted = len(item.tail)
         base_position = len(sequence.token_ids)
         stop = find_stop(verification.token_ids, sequence.num_completion_tokens, sequence.stopping)
+        stop = stop_at_end(stop, verification.token_ids, sequence.matcher)
         token_ids = verification.token_ids[: stop.num_kept]
         num_accepted = min(verification.num_accepted, stop.num_kept)
         sequence.token_ids.extend(token_ids)
         # The rollback rule: KV of the accepted tokens stays; the last committed token has none yet.
         held = item.start + item.num_tokens + num_drafted
         sequence.num_computed_tokens = min(held, len(sequence.token_ids) - 1)
+        self._scheduler.settle(sequence)
 
         self._num_committed += len(token_ids)
         if num_drafted:
@@ -220,14 +247,16 @@ class TargetEngine:
                 base_position=base_position,
                 token_ids=token_ids,
                 accepted=(True,) * num_accepted + (False,) * (len(token_ids) - num_accepted),
+                logprobs=verification.logprobs[: stop.num_kept],
             )
         )
         if stop.reason is not None:
             self._finish(sequence, stop.reason)
             return
-        self._scheduler.truncate(sequence)
-        from_draft = num_accepted if proposal is not None and proposal.from_draft else 0
-        self._book.follow(sequence, base_position, from_draft)
+        from_draft = proposal is not None and proposal.from_draft
+        self._book.follow(
+            sequence, base_position, num_drafted if from_draft else 0, num_accepted if from_draft else 0
+        )
 
     def _end_step(self, plan: Plan, started: float, model_seconds: float, draft_running: bool) -> None:
         now = self._clock()
@@ -261,6 +290,12 @@ class TargetEngine:
             self._drop(present)
         try:
             check_submit(event, self._runner.vocab_size, self.max_model_len, self.kv_capacity_tokens)
+            matcher = make_matcher(
+                self._constraints, event.sampling.constraint, event.stopping.stop_token_ids
+            )
+            processors = LogitProcessors.create(
+                event.sampling, event.stopping, event.prompt_length, self._runner.vocab_size, matcher
+            )
         except InvalidArgumentError as error:
             self._refuse(peer, event, str(error), invalid_argument=True)
             return
@@ -268,6 +303,8 @@ class TargetEngine:
         if completion:
             # Resumed: what is committed already may be all there is to say.
             stop = find_stop(completion[-1:], len(completion) - 1, event.stopping)
+            if matcher is not None and matcher.find_end(completion) is not None:
+                stop = Stop(1, FinishReason.STOP)
             if stop.reason is not None:
                 self._num_finished += 1
                 finished = Finished(event.sequence_id, event.epoch, stop.reason, SpeculationStats())
@@ -276,7 +313,7 @@ class TargetEngine:
         if self._draining:
             self._refuse(peer, event, "the target is leaving", resource_exhausted=True)
             return
-        if len(self._scheduler.waiting) >= self._config.max_num_waiting:
+        if self._scheduler.num_queued >= self._config.max_num_waiting:
             self._refuse(
                 peer,
                 event,
@@ -291,6 +328,8 @@ class TargetEngine:
             event,
             max_tail=tail_limit if bound is None else min(bound, tail_limit),
             proposer=NgramProposer(self._config.ngram),
+            processors=processors,
+            matcher=matcher,
         )
         if not self._scheduler.running:
             self._round_started = self._clock()
@@ -387,6 +426,7 @@ class TargetEngine:
             num_waiting=len(self._scheduler.waiting),
             free_blocks=self._blocks.num_free_blocks,
             total_blocks=self._blocks.num_blocks,
+            num_cached_blocks=self._cache.num_blocks,
             draining=self._draining,
             fault=self._fault,
             hardware=self._speculator.probe.hardware,
@@ -397,6 +437,8 @@ class TargetEngine:
             num_steps_total=self._num_steps,
             num_computed_tokens_total=self._num_computed,
             num_prompt_tokens_total=self._num_prompt,
+            num_prefix_cache_queries_total=self._scheduler.num_prefix_queries,
+            num_prefix_cache_hits_total=self._scheduler.num_prefix_hits,
             num_committed_tokens_total=self._num_committed,
             num_rounds_total=self._totals.rounds,
             num_draft_tokens_total=self._totals.draft_tokens,
@@ -414,29 +456,43 @@ class TargetEngine:
         running, waiting = self._scheduler.running, self._scheduler.waiting
         assert {*running, *waiting} == set(self._sequences.values())
         assert len(running) <= self._config.max_num_seqs
-        held: list[int] = []
         for sequence in running:
             assert sequence.status is SequenceStatus.RUNNING
             assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
             needed = self._blocks.blocks_needed(sequence.num_computed_tokens)
             assert needed <= len(sequence.block_table) <= self._blocks.blocks_needed(len(sequence.token_ids))
             assert sequence.num_completion_tokens < sequence.stopping.max_tokens
-            held.extend(sequence.block_table)
+            self._cache.check_holder(sequence.prefix, sequence.block_table, sequence.num_computed_tokens)
         for sequence in waiting:
             assert sequence.status is SequenceStatus.WAITING
             assert sequence.num_computed_tokens == 0
             assert not sequence.block_table
-        assert len(held) == len(set(held)), "a block belongs to two sequences"
-        assert len(held) + self._blocks.num_free_blocks == self._blocks.num_blocks
+        self._blocks.check_invariants(sequence.block_table for sequence in running)
+        self._cache.check_invariants()
         self._book.check_invariants(self._sequences.values())
 
     # ------------------------------------------------------------------ ends
 
-    def _finish(self, sequence: TargetSequence, reason: FinishReason, *, error: str = "") -> None:
+    def _finish(
+        self,
+        sequence: TargetSequence,
+        reason: FinishReason,
+        *,
+        error: str = "",
+        invalid_argument: bool = False,
+    ) -> None:
         self._drop(sequence)
         self._num_finished += 1
         self._output(sequence.gateway).finished.append(
-            Finished(sequence.sequence_id, sequence.epoch, reason, sequence.stats, error=error)
+            Finished(
+                sequence.sequence_id,
+                sequence.epoch,
+                reason,
+                sequence.stats,
+                cached_prompt_tokens=sequence.cached_prompt_tokens or 0,
+                error=error,
+                invalid_argument=invalid_argument,
+            )
         )
 
     def _drop(self, sequence: TargetSequence) -> None:

@@ -50,7 +50,11 @@ class DraftStatus:
     capacity: int
     num_sequences: int
     acceptance: float
-    """Recent acceptance rate over all its sequences."""
+    """Recent acceptance rate per tested position, over all its sequences."""
+    num_tested_total: int
+    """Positions at which its chain was compared with what was committed, up to the first difference."""
+    num_foretold_total: int
+    """Of those, where the two agreed."""
     step_seconds: float
     """Median time of its recent steps; 0.0 before the first."""
     response_seconds: float
@@ -65,6 +69,8 @@ class TargetSnapshot:
     num_waiting: int
     free_blocks: int
     total_blocks: int
+    num_cached_blocks: int
+    """Blocks in the prefix cache, those in use and those that are free until they are found."""
     draining: bool
     fault: str
     """Why the engine is unfit to go on; empty while it is healthy."""
@@ -82,6 +88,10 @@ class TargetSnapshot:
     """Tokens computed, tails and recomputation included."""
     num_prompt_tokens_total: int
     """Tokens of submitted sequences (for a resumed one, its completion so far as well)."""
+    num_prefix_cache_queries_total: int
+    """Tokens of admitted sequences that were looked for in the prefix cache, the first time."""
+    num_prefix_cache_hits_total: int
+    """Those that were found, and not computed again."""
     num_committed_tokens_total: int
     """Completion tokens."""
     num_rounds_total: int

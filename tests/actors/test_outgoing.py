@@ -7,17 +7,35 @@ from hypothesis import strategies as st
 
 from paceline.actors import wire
 from paceline.actors.engine.messages import (
+    Cancel,
     Candidates,
     Close,
     Committed,
     Decline,
+    DraftLaw,
     Finished,
     Load,
     Open,
+    Submit,
+    TokenLogprobs,
     Verdict,
 )
-from paceline.actors.engine.parameters import FinishReason, SamplingParams, SpeculationStats
-from paceline.actors.outgoing import Mailbox, PendingCandidates, PendingCommits, PendingVerdicts
+from paceline.actors.engine.parameters import (
+    FinishReason,
+    SamplingParams,
+    SpeculationParams,
+    SpeculationStats,
+    StoppingParams,
+)
+from paceline.actors.outgoing import (
+    MAX_MESSAGE_TOKENS,
+    Mailbox,
+    PendingCandidates,
+    PendingCommits,
+    PendingSubmits,
+    PendingVerdicts,
+    how_many_fit,
+)
 
 
 def _committed(base: int, *token_ids: int) -> Committed:
@@ -122,6 +140,21 @@ def test_candidates_of_a_newer_revision_replace_older_ones() -> None:
     assert [item.revision for item in message.candidates] == [1]
 
 
+def test_laws_are_joined_with_their_tokens() -> None:
+    first, second = DraftLaw((1, 2), (3, 1)), DraftLaw((2,), (1,))
+    pending = PendingCandidates()
+    pending.add([Candidates("s", 0, 10, (1, 2), 0, (first, first))], [])
+    pending.add([Candidates("s", 0, 12, (2,), 0, (second,))], [])
+    pending.add([Candidates("s", 0, 13, (7,), 0)], [])
+    message = pending.take()
+    assert message is not None
+    assert [wire.candidates_from_proto(item) for item in message.candidates] == [
+        Candidates("s", 0, 10, (1, 2, 2), 0, (first, first, second)),
+        # Without laws: all of its tokens, or none of them.
+        Candidates("s", 0, 13, (7,), 0),
+    ]
+
+
 def test_a_decline_or_a_close_drops_the_chain() -> None:
     pending = PendingCandidates()
     pending.add([Candidates("s", 0, 10, (1,), 0)], [])
@@ -187,3 +220,60 @@ async def test_a_blocked_writer_finds_one_message_per_sequence() -> None:
     await writer
     assert [len(message.committed) for message in written] == [1, 1]
     assert sum(len(item.token_ids) for message in written for item in message.committed) == 10_000
+
+
+def test_joined_commits_keep_their_logprobs() -> None:
+    pending = PendingCommits()
+    for base, value in ((5, -0.5), (6, -1.5)):
+        logprobs = (TokenLogprobs(value, ((7, value),)),)
+        pending.add([Committed("s", 0, base, (7,), (False,), logprobs)], [])
+    message = pending.take()
+    assert message is not None
+    (joined,) = [wire.committed_from_proto(item) for item in message.committed]
+    assert joined.token_ids == (7, 7)
+    assert [item.logprob for item in joined.logprobs] == [-0.5, -1.5]
+
+
+def test_as_many_as_fit() -> None:
+    most = MAX_MESSAGE_TOKENS
+    assert how_many_fit([]) == 0
+    assert how_many_fit([1, 2, 3]) == 3
+    assert how_many_fit([2 * most, 1]) == 1
+    assert how_many_fit([most // 2, most // 2, 1]) == 2
+
+
+LARGE = (1,) * (MAX_MESSAGE_TOKENS // 2 + 1)
+
+
+def test_large_submits_go_one_by_one_and_a_cancel_never_overtakes_its_own() -> None:
+    pending = PendingSubmits()
+    for name in "abc":
+        pending.submit(
+            Submit(name, 0, LARGE, 1, SamplingParams(), StoppingParams(max_tokens=1), SpeculationParams())
+        )
+    pending.cancel(Cancel("c", 0))
+    pending.cancel(Cancel("x", 0))
+    seen = []
+    while (message := pending.take()) is not None:
+        assert message.ByteSize() < 16 * MAX_MESSAGE_TOKENS
+        seen.append(
+            ([item.sequence_id for item in message.submits], [item.sequence_id for item in message.cancels])
+        )
+    assert seen == [(["a"], ["x"]), (["b"], []), (["c"], ["c"])]
+
+
+def test_large_opens_go_one_by_one_and_a_verdict_never_overtakes_its_own() -> None:
+    pending = PendingVerdicts()
+    opens = [Open(name, 0, LARGE, SamplingParams(), 4) for name in "ab"]
+    verdicts = [Verdict(name, 0, len(LARGE) + 1, 1, (9,), 4) for name in "abx"]
+    pending.add(opens, verdicts, [])
+    pending.add([], [], [Close("y", 0)])
+    seen = []
+    while (message := pending.take()) is not None:
+        seen.append(
+            [
+                [item.sequence_id for item in part]
+                for part in (message.opens, message.verdicts, message.closes)
+            ]
+        )
+    assert seen == [[["a"], ["a", "x"], ["y"]], [["b"], ["b"], []]]

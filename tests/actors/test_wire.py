@@ -8,6 +8,9 @@ from paceline.actors import wire
 from paceline.actors.engine import messages as m
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.parameters import (
+    MAX_LOGPROBS,
+    Constraint,
+    ConstraintKind,
     FinishReason,
     SamplingParams,
     SpeculationParams,
@@ -17,11 +20,30 @@ from paceline.actors.engine.parameters import (
 )
 from paceline.protos import execution_pb2 as execution
 from paceline.protos import generation_pb2 as generation
+from paceline.protos import verification_pb2 as verification
 
 UINT32 = st.integers(0, 2**32 - 1)
 IDS = st.text(min_size=1, max_size=40)
 TOKEN_IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20).map(tuple)
 ANY_TOKEN_IDS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20).map(tuple)
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+VOCABULARY_IDS = st.integers(0, 2**31 - 1)
+
+CONSTRAINTS = st.builds(
+    Constraint,
+    st.sampled_from([kind for kind in ConstraintKind if kind is not ConstraintKind.CHOICE]),
+    st.text(max_size=30),
+) | st.builds(
+    lambda choices: Constraint(ConstraintKind.CHOICE, choices=choices),
+    st.lists(st.text(max_size=10), max_size=4).map(tuple),
+)
+LOGPROBS = st.builds(
+    m.TokenLogprobs, FLOATS, st.lists(st.tuples(VOCABULARY_IDS, FLOATS), max_size=20).map(tuple)
+)
+LAWS = st.lists(st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**32 - 1)), max_size=20).map(
+    lambda pairs: m.DraftLaw(tuple(i for i, _ in pairs), tuple(weight for _, weight in pairs))
+)
 
 SAMPLING = st.builds(
     SamplingParams,
@@ -30,6 +52,14 @@ SAMPLING = st.builds(
     top_p=st.floats(2.0**-20, 1.0, width=32),
     min_p=st.floats(0.0, 1.0, width=32),
     seed=st.integers(0, 2**64 - 1),
+    repetition_penalty=st.floats(2.0**-20, 100.0, width=32),
+    presence_penalty=st.floats(-2.0, 2.0, width=32),
+    frequency_penalty=st.floats(-2.0, 2.0, width=32),
+    logit_bias=st.dictionaries(VOCABULARY_IDS, st.floats(-100.0, 100.0, width=32), max_size=9).map(
+        lambda bias: tuple(sorted(bias.items()))
+    ),
+    bad_token_ids=st.frozensets(VOCABULARY_IDS, max_size=9).map(lambda ids: tuple(sorted(ids))),
+    constraint=st.none() | CONSTRAINTS,
 )
 STOPPING = st.integers(1, 2**31 - 1).flatmap(
     lambda most: st.builds(
@@ -64,6 +94,7 @@ def submits(draw: st.DrawFn) -> m.Submit:
         sampling=draw(SAMPLING),
         stopping=draw(STOPPING),
         speculation=draw(SPECULATION),
+        logprobs=draw(st.none() | st.integers(0, 20)),
     )
 
 
@@ -71,7 +102,9 @@ def submits(draw: st.DrawFn) -> m.Submit:
 def committed(draw: st.DrawFn) -> m.Committed:
     token_ids = draw(TOKEN_IDS)
     flags = draw(st.lists(st.booleans(), min_size=len(token_ids), max_size=len(token_ids)))
-    return m.Committed(draw(IDS), draw(UINT32), draw(UINT32), token_ids, tuple(flags))
+    size = draw(st.sampled_from([0, len(token_ids)]))
+    logprobs = draw(st.lists(LOGPROBS, min_size=size, max_size=size))
+    return m.Committed(draw(IDS), draw(UINT32), draw(UINT32), token_ids, tuple(flags), tuple(logprobs))
 
 
 @given(submits())
@@ -82,7 +115,10 @@ def test_submit_round_trip(submit: m.Submit) -> None:
 
 @given(committed())
 def test_committed_round_trip(item: m.Committed) -> None:
-    assert wire.committed_from_proto(wire.committed_to_proto(item)) == item
+    encoded = execution.Committed.FromString(wire.committed_to_proto(item).SerializeToString())
+    assert wire.committed_from_proto(encoded) == item
+    # The token that a position's chosen entry names is the one that was committed there.
+    assert [entry.chosen.token_id for entry in encoded.logprobs] in ([], list(item.token_ids))
 
 
 @given(
@@ -117,14 +153,39 @@ def test_hello_round_trip(item: m.DraftHello, vocabulary: bytes) -> None:
     assert proto.vocabulary_hash == vocabulary
 
 
-@given(st.builds(m.Candidates, IDS, UINT32, UINT32, ANY_TOKEN_IDS, UINT32))
+@given(
+    st.builds(m.Candidates, IDS, UINT32, UINT32, ANY_TOKEN_IDS, UINT32, st.lists(LAWS, max_size=5).map(tuple))
+)
 def test_candidates_round_trip(item: m.Candidates) -> None:
-    assert wire.candidates_from_proto(wire.candidates_to_proto(item)) == item
+    encoded = verification.Candidates.FromString(wire.candidates_to_proto(item).SerializeToString())
+    assert wire.candidates_from_proto(encoded) == item
 
 
-@given(st.builds(m.Open, IDS, UINT32, TOKEN_IDS, SAMPLING, UINT32))
+@st.composite
+def opens(draw: st.DrawFn) -> m.Open:
+    token_ids = draw(TOKEN_IDS)
+    min_tokens = draw(st.integers(0, 2**31 - 1))
+    return m.Open(
+        sequence_id=draw(IDS),
+        epoch=draw(UINT32),
+        token_ids=token_ids,
+        sampling=draw(SAMPLING),
+        window=draw(UINT32),
+        prompt_length=draw(st.integers(0, len(token_ids))),
+        stopping=StoppingParams(
+            max_tokens=max(min_tokens, 1),
+            min_tokens=min_tokens,
+            stop_token_ids=draw(st.frozensets(VOCABULARY_IDS, max_size=5)),
+        ),
+        rule=draw(st.sampled_from(VerificationRule)),
+        draft_seed=draw(st.integers(0, 2**64 - 1)),
+    )
+
+
+@given(opens())
 def test_open_round_trip(item: m.Open) -> None:
-    assert wire.open_from_proto(wire.open_to_proto(item)) == item
+    encoded = verification.Open.FromString(wire.open_to_proto(item).SerializeToString())
+    assert wire.open_from_proto(encoded) == item
 
 
 @given(st.builds(m.Verdict, IDS, UINT32, UINT32, UINT32, ANY_TOKEN_IDS, UINT32))
@@ -168,9 +229,9 @@ def test_a_plain_submit_is_accepted() -> None:
         ("sampling.temperature", float("nan")),
         ("sampling.temperature", -1.0),
         ("sampling.min_p", 1.5),
-        ("sampling.presence_penalty", 0.5),
+        ("sampling.presence_penalty", 2.5),
         ("sampling.frequency_penalty", float("nan")),
-        ("sampling.repetition_penalty", 2.0),
+        ("sampling.repetition_penalty", 0.0),
         ("stopping.max_tokens", 0),
         ("stopping.min_tokens", 6),
         ("speculation.num_speculative_tokens", -1),
@@ -193,7 +254,9 @@ def test_a_bad_field_is_named(path: str, value: object) -> None:
         ("token_ids", lambda proto: proto.token_ids.append(-1)),
         ("sampling.seed", lambda proto: proto.sampling.ClearField("seed")),
         ("sampling.temperature", lambda proto: proto.sampling.ClearField("temperature")),
-        ("sampling.logit_bias", lambda proto: proto.sampling.logit_bias.update({3: 1.0})),
+        ("sampling.logit_bias[3]", lambda proto: proto.sampling.logit_bias.update({3: 101.0})),
+        ("sampling.bad_token_ids", lambda proto: proto.sampling.bad_token_ids.extend([2, 1])),
+        ("constraint", lambda proto: proto.constraint.SetInParent()),
         ("stopping.stop", lambda proto: proto.stopping.stop.append("x")),
         ("stopping.max_tokens", lambda proto: proto.ClearField("stopping")),
     ],
@@ -204,6 +267,12 @@ def test_a_missing_or_foreign_field_is_named(path: str, change: object) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         wire.submit_from_proto(proto)
     assert caught.value.field == path
+
+
+def test_more_logprobs_than_there_may_be_are_fewer() -> None:
+    proto = _submit()
+    proto.logprobs = 2**31
+    assert wire.submit_from_proto(proto).logprobs == MAX_LOGPROBS
 
 
 def test_eos_ids_stop_unless_they_are_ignored() -> None:

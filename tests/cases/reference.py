@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -25,6 +27,7 @@ class Reference:
         self._model = eager_copy(model)
         self._never = list(never)
         self._known: dict[tuple[int, ...], list[int]] = {}
+        self._logits: dict[tuple[int, ...], npt.NDArray[np.float64]] = {}
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -53,6 +56,15 @@ class Reference:
                 raise NearTieError(f"{prompt} has a near tie within {num_tokens} tokens: take another prompt")
             known = self._known[tuple(prompt)] = output[0, len(prompt) :].tolist()
         return known[:num_tokens]
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Logits ``[V]`` of the token after these, from scratch."""
+        known = self._logits.get(tuple(token_ids))
+        if known is None:
+            output = self._model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
+            known = self._logits[tuple(token_ids)] = output.logits[0, -1].double().numpy()
+        return known.copy()
 
     def clear(self, prompts: Iterable[Sequence[int]], num_tokens: int) -> list[Sequence[int]]:
         """Those of ``prompts`` that are fit for a comparison of so many tokens."""

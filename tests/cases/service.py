@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -62,7 +62,7 @@ class PacedRunner:
 
 def load_paced(spec: ModelSpec, *, max_num_batched_tokens: int) -> LoadedModel:
     loaded = model_spec.load(spec, max_num_batched_tokens=max_num_batched_tokens)
-    return LoadedModel(cast(WarmableRunner, PacedRunner(loaded.runner)), loaded.vocabulary_hash)
+    return replace(loaded, runner=cast(WarmableRunner, PacedRunner(loaded.runner)))
 
 
 async def until(condition: Callable[[], object], *, what: str, seconds: float = 10.0) -> None:
@@ -82,6 +82,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    logprobs: list[proto.PositionLogprobs] = field(default_factory=list)
     last: proto.GenerateChunk = field(default_factory=proto.GenerateChunk)
 
     @property
@@ -102,6 +103,7 @@ class Answer:
         self.token_ids.extend(chunk.token_ids)
         self.accepted.extend(chunk.accepted)
         self.texts.append(chunk.text)
+        self.logprobs.extend(chunk.logprobs)
         self.last = chunk
 
 

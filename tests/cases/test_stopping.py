@@ -10,6 +10,7 @@ import pytest
 from paceline.protos import generation_pb2 as proto
 from tests.cases.conftest import Reciter, TinyModels
 from tests.cases.exercise import exercised, until_exercised
+from tests.cases.naive import NaiveLaw
 from tests.cases.recitation import CHARACTERS, SCRIPTS
 from tests.cases.service import Answer, Service
 from tests.cases.test_output_equality import greedy
@@ -62,15 +63,24 @@ async def test_stop_token_inside_a_block(services: dict[str, Service], tiny: Tin
     exercised(sum(place > 0 for place in places) >= 6 and max(places) >= 3, "ends deep inside blocks")
 
 
-async def test_stop_token_counts_from_min_tokens_on(services: dict[str, Service], tiny: TinyModels) -> None:
-    expected = tiny.reference.greedy([7, 3, 9], 64)
-    repeated = next(token_id for token_id in expected[:30] if expected.count(token_id) > 1)
-    first = expected.index(repeated)
-    second = expected.index(repeated, first + 1)
-    options = greedy([7, 3, 9], 64, 8) | {"stop_token_ids": [repeated]}
-    for min_tokens, end in ((first + 1, first), (first + 2, second), (second + 1, second), (64, 63)):
+async def test_a_stop_token_comes_after_min_tokens_others(
+    services: dict[str, Service], tiny: TinyModels
+) -> None:
+    """Before that it cannot be said."""
+    expected = tiny.reference.greedy([7, 3, 9], 32)
+    stop = expected[9]
+    first = expected.index(stop)
+    options = greedy([7, 3, 9], 32, 8) | {"stop_token_ids": [stop]}
+    for min_tokens in range(first + 1):
         answer = await services["equal"].stream(**options, min_tokens=min_tokens)
-        assert answer.token_ids == expected[: end + 1]
+        assert answer.token_ids == expected[: first + 1]
+    for min_tokens in (first + 1, first + 2, 24, 32):
+        law = NaiveLaw(temperature=0.0, min_tokens=min_tokens, stop_token_ids=[stop])
+        whole = law.greedy(tiny.reference, [7, 3, 9], 32)
+        answer = await services["equal"].stream(**options, min_tokens=min_tokens)
+        end = whole.index(stop) + 1 if stop in whole else 32
+        assert answer.token_ids == whole[:end]
+        assert end > min_tokens or end == 32
 
 
 @until_exercised

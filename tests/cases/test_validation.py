@@ -34,18 +34,27 @@ REFUSED = {
         changed(lambda message: message.sampling.logit_bias.update({-1: 5.0})),
         changed(lambda message: message.sampling.logit_bias.update({3: 1e9})),
         changed(lambda message: message.sampling.logit_bias.update({3: math.nan})),
+        request("abc", logit_bias={3: 100.0}, bad_token_ids=[3]),
+        request("abc", logit_bias={3: 100.0}, stop_token_ids=[3], min_tokens=1),
     ],
-    "sampling.n": [request("abc", n=n) for n in (2, 8, -1, 2**31 - 1)],
-    "sampling.presence_penalty": [request("abc", presence_penalty=value) for value in (2.0, math.nan)],
-    "sampling.frequency_penalty": [request("abc", frequency_penalty=value) for value in (-2.0, math.inf)],
+    "sampling.bad_token_ids": [
+        request("abc", bad_token_ids=ids) for ids in ([256], [-1], [3] * 1025, range(256))
+    ],
+    "sampling.n": [request("abc", n=n) for n in (65, -1, 2**31 - 1)],
+    "sampling.presence_penalty": [request("abc", presence_penalty=value) for value in (2.5, math.nan)],
+    "sampling.frequency_penalty": [request("abc", frequency_penalty=value) for value in (-3.0, math.inf)],
     "sampling.repetition_penalty": [
-        request("abc", repetition_penalty=value) for value in (0.0, 1.2, math.nan)
+        request("abc", repetition_penalty=value) for value in (0.0, -1.2, 1e9, math.nan)
     ],
-    "logprobs": [changed(lambda message: setattr(message, "logprobs", 2))],
-    "speculation.verification": [
-        changed(lambda message, rule=rule: setattr(message.speculation, "verification", rule))  # type: ignore[misc]
-        for rule in (2, 3, 99)
+    "logprobs": [request("abc", logprobs=n) for n in (-1, 21)],
+    "constraint": [
+        changed(lambda message: message.constraint.SetInParent()),
+        changed(lambda message: setattr(message.constraint, "json_schema", '{"type": ')),
+        changed(lambda message: setattr(message.constraint, "regex", "(")),
+        changed(lambda message: setattr(message.constraint, "grammar", "start: nowhere")),
+        changed(lambda message: message.constraint.choice.values.append("")),
     ],
+    "speculation.verification": [request("abc", verification=rule) for rule in (4, 99, -1)],
     "speculation.num_speculative_tokens": [request("abc", num_speculative_tokens=n) for n in (-1, 65)],
     # B41
     "sampling.temperature": [

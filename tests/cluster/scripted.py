@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from paceline.actors.client_stream import PeerLostError
-from paceline.actors.engine.messages import Cancel, Committed, Finished, Load, Submit
+from paceline.actors.engine.messages import Cancel, Committed, Finished, Load, Submit, TokenLogprobs
 from paceline.actors.engine.parameters import (
     FinishReason,
     SamplingParams,
@@ -23,6 +23,7 @@ from paceline.actors.execution_client import ExecutionEvents
 from paceline.actors.identity import TargetIdentity
 from paceline.cluster.gateway import Gateway, GatewaySettings
 from paceline.cluster.requests import CheckedRequest
+from paceline.cluster.sequence_stream import SequenceStream
 
 
 def token(seed: int, position: int) -> int:
@@ -34,8 +35,20 @@ def completion(request: CheckedRequest, count: int) -> list[int]:
     return [token(request.sampling.seed, start + i) for i in range(count)]
 
 
+def logprobs_at(position: int, token_id: int, num_top: int) -> TokenLogprobs:
+    """What a scripted target reports of the token at this absolute position."""
+    top = tuple(((token_id + rank) % 256, -0.5 * position - rank) for rank in range(num_top))
+    return TokenLogprobs(-0.5 * position, top)
+
+
 def checked(
-    prompt: Sequence[int] = (1, 2, 3), *, seed: int = 5, max_tokens: int = 12, stop: tuple[str, ...] = ()
+    prompt: Sequence[int] = (1, 2, 3),
+    *,
+    seed: int = 5,
+    max_tokens: int = 12,
+    stop: tuple[str, ...] = (),
+    n: int = 1,
+    logprobs: int | None = None,
 ) -> CheckedRequest:
     return CheckedRequest(
         request_id="r",
@@ -44,6 +57,8 @@ def checked(
         stopping=StoppingParams(max_tokens=max_tokens),
         speculation=SpeculationParams(),
         stop_strings=stop,
+        n=n,
+        logprobs=logprobs,
     )
 
 
@@ -94,7 +109,12 @@ class ScriptedLink:
     def say(self, submit: Submit, base: int, token_ids: tuple[int, ...], epoch: int | None = None) -> None:
         accepted = tuple(i % 2 == 0 for i in range(len(token_ids)))
         number = submit.epoch if epoch is None else epoch
-        message = Committed(submit.sequence_id, number, base, token_ids, accepted)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if submit.logprobs is not None:
+            logprobs = tuple(
+                logprobs_at(base + i, token_id, submit.logprobs) for i, token_id in enumerate(token_ids)
+            )
+        message = Committed(submit.sequence_id, number, base, token_ids, accepted, logprobs)
         self.events.on_committed(self.target_id, message)
 
     def finish(
@@ -148,6 +168,9 @@ class PlayingLink(ScriptedLink):
         )
         asyncio.get_running_loop().call_soon(self.finish, submit, FinishReason.CANCELLED)
 
+    def tape_of(self, submit: Submit) -> Sequence[int]:
+        return self.tape
+
     def _step_soon(self, submit: Submit, base: int) -> None:
         asyncio.get_running_loop().call_soon(self._step, submit, base)
 
@@ -158,7 +181,8 @@ class PlayingLink(ScriptedLink):
             return
         self.steps += 1
         start = base - submit.prompt_length
-        token_ids = [self.tape[min(start + i, len(self.tape) - 1)] for i in range(self.round_size)]
+        tape = self.tape_of(submit)
+        token_ids = [tape[min(start + i, len(tape) - 1)] for i in range(self.round_size)]
         stop = find_stop(token_ids, start, submit.stopping)
         self.say(submit, base, tuple(token_ids[: stop.num_kept]))
         if stop.reason is not None:
@@ -193,3 +217,20 @@ async def settle() -> None:
     """Let everything that can run now run."""
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+def assert_clean(scripted: ScriptedTargets) -> None:
+    snapshot = scripted.gateway.snapshot()
+    assert (snapshot.num_live, snapshot.num_waiting) == (0, 0)
+    assert all(load.own_in_flight == 0 and load.own_unreported_tokens == 0 for load in snapshot.targets)
+
+
+async def collect(stream: SequenceStream) -> list[int]:
+    return [token_id async for tokens in stream for token_id in tokens.token_ids]
+
+
+def placed(scripted: ScriptedTargets) -> tuple[ScriptedLink, Submit]:
+    """The one live link that has the latest submit."""
+    links = [link for link in scripted.links.values() if link.submits and not link.dead]
+    (link,) = links
+    return link, link.submits[-1]

@@ -8,8 +8,8 @@ from paceline.cluster.admission import Admission
 from paceline.cluster.errors import OverloadedError
 
 
-async def hold(admission: Admission, leave: asyncio.Event) -> None:
-    async with admission.admitted():
+async def hold(admission: Admission, leave: asyncio.Event, size: int = 1) -> None:
+    async with admission.admitted(size):
         await leave.wait()
 
 
@@ -24,7 +24,7 @@ async def test_more_than_fits_is_refused_and_a_place_is_free_again_afterwards() 
     tasks = [asyncio.create_task(hold(admission, leave)) for _ in range(3)]
     await settle()
     assert (admission.num_ongoing, admission.num_queued) == (2, 1)
-    with pytest.raises(OverloadedError, match="2 requests run and 1 wait"):
+    with pytest.raises(OverloadedError, match="2 sequences run and 1 wait"):
         async with admission.admitted():
             pass
     leave.set()
@@ -67,3 +67,62 @@ async def test_an_unlimited_queue_refuses_nobody() -> None:
     assert admission.num_queued == 49
     leave.set()
     await asyncio.gather(*tasks)
+
+
+async def test_a_request_of_several_choices_takes_as_many_places_in_its_turn() -> None:
+    admission = Admission(4, -1)
+    leaves = [asyncio.Event() for _ in range(4)]
+    sizes = (3, 2, 1, 9)  # the last one takes all there are
+    tasks = [
+        asyncio.create_task(hold(admission, leave, size)) for leave, size in zip(leaves, sizes, strict=True)
+    ]
+    await settle()
+    # One place is free, and the third would fit; but the second came before it.
+    assert (admission.num_ongoing, admission.num_queued) == (3, 2 + 1 + 4)
+    leaves[0].set()
+    await settle()
+    assert (admission.num_ongoing, admission.num_queued) == (3, 4)
+    for leave in leaves:
+        leave.set()
+    await asyncio.gather(*tasks)
+    assert (admission.num_ongoing, admission.num_queued) == (0, 0)
+
+
+async def test_the_queue_is_bounded_in_choices_but_an_empty_one_takes_any_request() -> None:
+    admission = Admission(4, 5)
+    leave = asyncio.Event()
+    tasks = [asyncio.create_task(hold(admission, leave, 4)) for _ in range(2)]
+    await settle()
+    assert admission.num_queued == 4
+    with pytest.raises(OverloadedError, match="4 sequences run and 4 wait"):
+        await hold(admission, leave, 2)
+    tasks.append(asyncio.create_task(hold(admission, leave, 1)))
+    await settle()
+    assert admission.num_queued == 5
+    tasks[1].cancel()
+    await settle()
+    # The one that waited behind it has its turn as soon as there is room.
+    assert (admission.num_ongoing, admission.num_queued) == (4, 1)
+    leave.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (admission.num_ongoing, admission.num_queued) == (0, 0)
+    small = Admission(4, 1)
+    leave.clear()
+    tasks = [asyncio.create_task(hold(small, leave, 4)) for _ in range(2)]
+    await settle()
+    assert small.num_queued == 4
+    leave.set()
+    await asyncio.gather(*tasks)
+
+
+async def test_one_cancelled_in_the_moment_of_its_turn_gives_its_places_back() -> None:
+    admission = Admission(2, -1)
+    leave = asyncio.Event()
+    running, queued = (asyncio.create_task(hold(admission, leave, 2)) for _ in range(2))
+    await settle()
+    leave.set()
+    while admission.num_queued:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    queued.cancel()
+    await asyncio.gather(running, queued, return_exceptions=True)
+    assert (admission.num_ongoing, admission.num_queued) == (0, 0)

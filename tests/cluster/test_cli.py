@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -17,10 +16,17 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.cluster import cli
+from paceline.cluster.cli_chunks import ChoicePrinter, chunk_printer
 from paceline.cluster.cli_demo import Answer, Comparison, comparison_table, demo_config, demo_prompts
-from paceline.cluster.cli_generate import chunk_printer
 from paceline.cluster.cli_output import describe_rpc_error, show_bytes, show_share
-from paceline.cluster.cli_request import RequestOptions, build_request, split_by_token, statistics_line
+from paceline.cluster.cli_request import (
+    RequestOptions,
+    build_request,
+    parse_bias,
+    split_by_token,
+    statistics_line,
+    text_or_file,
+)
 from paceline.cluster.cli_serve import describe_pool, merged_config
 from paceline.cluster.cli_status import status_view
 from paceline.cluster.client import Timing, connect, stream
@@ -52,11 +58,15 @@ class ScriptedService(rpc.GenerationServiceServicer):
         self, request: proto.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[proto.GenerateChunk]:
         self._note(request, context)
+        if request.sampling.n > 1:
+            yield from self._choices(request.sampling.n, with_logprobs=request.HasField("logprobs"))
+            return
+        if request.prompt == "forever":
+            # The caller may leave with the first chunk, and then this is not resumed.
+            context.add_callback(self.cancelled.set)
         yield proto.GenerateChunk(text="Once", token_ids=[10], accepted=[False])
         if request.prompt == "forever":
-            while context.is_active():
-                time.sleep(0.01)
-            self.cancelled.set()
+            self.cancelled.wait(60)
             return
         yield proto.GenerateChunk(
             text=" upon a time",
@@ -69,6 +79,26 @@ class ScriptedService(rpc.GenerationServiceServicer):
             ),
             seed=5,
         )
+
+    def _choices(self, n: int, *, with_logprobs: bool) -> Iterator[proto.GenerateChunk]:
+        """Interleaved; the first choice ends last."""
+        for number, word in enumerate(WORDS):
+            for index in reversed(range(n)):
+                if number > n - index:
+                    continue
+                chunk = proto.GenerateChunk(index=index, text=f"{word}{index}", token_ids=[10 + number])
+                if with_logprobs:
+                    entry = proto.TokenLogprob(token_id=10 + number, logprob=-0.5 * number, text=word)
+                    other = proto.TokenLogprob(token_id=5, logprob=-9.25, text="[b]x")
+                    chunk.logprobs.add(chosen=entry, top=[entry, other])
+                if number == min(n - index, len(WORDS) - 1):
+                    chunk.finish_reason = proto.FINISH_REASON_STOP if index else proto.FINISH_REASON_LENGTH
+                    chunk.usage.completion_tokens = number + 1
+                    chunk.speculation.rounds = 1
+                    chunk.speculation.draft_tokens = 2
+                    chunk.speculation.accepted_tokens = index % 2
+                    chunk.seed = 100 + index
+                yield chunk
 
     def Tokenize(  # noqa: N802
         self, request: proto.TokenizeRequest, context: grpc.ServicerContext
@@ -169,6 +199,110 @@ def test_generate_json_is_one_line_with_a_whole_seed(scripted: tuple[ScriptedSer
     assert service.requests[0].speculation.num_speculative_tokens == 0
 
 
+def test_generate_carries_every_option_of_the_sampling_surface(
+    scripted: tuple[ScriptedService, str], tmp_path: Path
+) -> None:
+    service, address = scripted
+    grammar = tmp_path / "list.lark"
+    grammar.write_text('start: "a"+')
+    code, _, _ = run(
+        *("generate", "Tell", "-a", address, "--n", "2", "--logprobs", "3", "--min-tokens", "2"),
+        *("--repetition-penalty", "1.25", "--presence-penalty", "-1", "--frequency-penalty", "0.5"),
+        *("--logit-bias", "198=-100", "--logit-bias", "5=0.25", "--grammar", str(grammar)),
+        *("--verification", "block"),
+    )
+    assert code == 0
+    (request,) = service.requests
+    sampling = request.sampling
+    assert (sampling.n, request.logprobs, request.stopping.min_tokens) == (2, 3, 2)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (
+        1.25,
+        -1.0,
+        0.5,
+    )
+    assert dict(sampling.logit_bias) == {198: -100.0, 5: 0.25}
+    assert request.constraint.grammar == 'start: "a"+'
+    assert request.speculation.verification == proto.VERIFICATION_RULE_BLOCK
+
+
+def test_what_is_not_asked_for_is_not_sent() -> None:
+    request = build_request("Tell", RequestOptions())
+    assert not request.HasField("logprobs")
+    assert not request.HasField("constraint")
+    assert not request.sampling.HasField("repetition_penalty")
+    assert request.speculation.verification == proto.VERIFICATION_RULE_UNSPECIFIED
+
+
+def test_each_constraint_reaches_its_field() -> None:
+    options = [
+        RequestOptions(json_schema="{}"),
+        RequestOptions(regex="a|b"),
+        RequestOptions(choice=("yes", "no")),
+    ]
+    schema, regex, choice = (build_request("x", item).constraint for item in options)
+    assert (schema.json_schema, regex.regex) == ("{}", "a|b")
+    assert list(choice.choice.values) == ["yes", "no"]
+    with pytest.raises(ValueError, match="one constraint"):
+        build_request("x", RequestOptions(regex="a", choice=("b",)))
+
+
+def test_a_schema_is_a_file_or_json(tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "null"}')
+    assert text_or_file(str(path)) == '{"type": "null"}'
+    assert text_or_file(' {"type": "number"}') == ' {"type": "number"}'
+    assert text_or_file("true") == "true"
+    with pytest.raises(ValueError, match=r"cannot read .*missing.json'"):
+        text_or_file(str(tmp_path / "missing.json"))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="UTF-8"):
+        text_or_file(str(path))
+
+
+@pytest.mark.parametrize("entry", ["198", "=5", "a=5", "198=", "198=x", "1.5=2"])
+def test_a_bias_that_is_none_is_shown_one(entry: str) -> None:
+    assert parse_bias(["198=-100", "0=1e1"]) == ((198, -100.0), (0, 10.0))
+    with pytest.raises(ValueError, match="ID=VALUE"):
+        parse_bias([entry])
+
+
+def test_choices_are_printed_one_after_the_other(scripted: tuple[ScriptedService, str]) -> None:
+    """They come interleaved, and the first one ends last."""
+    code, out, err = run("generate", "Tell", "--n", "3", "-a", scripted[1])
+    assert code == 0
+    assert out.splitlines() == [
+        *("choice 0", "Once0 upon0 a0 time0", "4 tokens (length) · seed 100", ""),
+        *("choice 1", "Once1 upon1 a1", "3 tokens (stop) · seed 101", ""),
+        *("choice 2", "Once2 upon2", "2 tokens (stop) · seed 102", ""),
+    ]
+    assert "9 tokens in" in err
+    assert "(length, stop)" in err
+    assert "1 of 6 draft tokens accepted (17%) · mean acceptance length 1.33 · seed 100" in err
+
+
+def test_the_first_choice_is_printed_live_and_the_others_in_their_turn() -> None:
+    shown: list[int] = []
+    console = Console(width=100, file=sys.stdout)
+    with console.capture():
+        printer = ChoicePrinter(console, lambda chunk: shown.append(chunk.token_ids[0]), several=True)
+        for index, token_id, ends in [(1, 20, 0), (0, 10, 0), (1, 21, 1), (0, 11, 0), (0, 12, 1)]:
+            printer(proto.GenerateChunk(index=index, token_ids=[token_id], finish_reason=ends))
+            assert shown == {20: [], 10: [10], 21: [10], 11: [10, 11]}.get(token_id, shown)
+    assert shown == [10, 11, 12, 20, 21]
+    assert [final.index for final in printer.finals] == [0, 1]
+
+
+def test_logprobs_are_a_table_below_their_choice(scripted: tuple[ScriptedService, str]) -> None:
+    _, out, _ = run("generate", "Tell", "--n", "2", "--logprobs", "2", "-a", scripted[1])
+    first = out.split("choice 1")[0].splitlines()
+    assert [line.split() for line in first[2:6]] == [
+        ["token", "id", "logprob", "likeliest"],
+        ["'Once'", "10", "0.000", "'Once'", "0.000", "'[b]x'", "-9.250"],
+        ["'", "upon'", "11", "-0.500", "'", "upon'", "-0.500", "'[b]x'", "-9.250"],
+        ["'", "a'", "12", "-1.000", "'", "a'", "-1.000", "'[b]x'", "-9.250"],
+    ]
+
+
 @pytest.mark.parametrize("mode", [(), ("--json",)])
 def test_refused_request_is_one_sentence_and_exit_1(
     scripted: tuple[ScriptedService, str], mode: tuple[str, ...]
@@ -193,6 +327,10 @@ def test_no_service_names_the_remedy() -> None:
         (["generate", "x", "--system", "s"], "--chat"),
         (["generate", "x", "--seed", str(2**64)], "range"),
         (["generate", "x", "--top-k", str(2**40)], "range"),
+        (["generate", "x", "--logit-bias", "5"], "ID=VALUE"),
+        (["generate", "x", "--grammar", "/nowhere/x.lark"], "cannot read"),
+        (["generate", "x", "--regex", "a", "--choice", "b"], "one constraint"),
+        (["generate", "x", "--verification", "typical"], "coupled"),
         (["serve"], "--model"),
     ],
 )
@@ -258,9 +396,10 @@ def test_timing_counts_after_the_first_chunk() -> None:
 
 
 def test_statistics_line_without_drafts() -> None:
-    line = statistics_line(
-        Timing(0.1, 0.1, 1, 1), proto.Usage(completion_tokens=1), proto.SpeculationStats(), 1, 9
+    final = proto.GenerateChunk(
+        usage=proto.Usage(completion_tokens=1), finish_reason=proto.FINISH_REASON_STOP, seed=9
     )
+    line = statistics_line(Timing(0.1, 0.1, 1, 1), [final])
     assert "1 tokens in 0.10 s (stop)" in line
     assert "no draft tokens" in line
 
@@ -359,6 +498,8 @@ def test_status_view_before_any_request() -> None:
         "num_running": 0, "num_waiting": 0, "free_blocks": 8, "total_blocks": 8,
         "num_committed_tokens_total": 0, "num_draft_tokens_total": 0, "num_accepted_tokens_total": 0,
         "num_rounds_total": 0, "step_seconds": 0.0,
+        "num_lookup_tokens_total": 0, "num_accepted_lookup_tokens_total": 0,
+        "num_prefix_cache_queries_total": 0, "num_prefix_cache_hits_total": 0,
     }  # fmt: skip
     target = {"id": "t", "pid": 1, "drafts": [], "error": "", "engine": engine}
     broken = {"id": "u", "pid": 2, "drafts": [], "error": "out of memory"}

@@ -10,8 +10,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from paceline.actors.engine.config import DraftEngineConfig, TargetEngineConfig
+from paceline.actors.engine.config import DraftEngineConfig, LogprobsMode, TargetEngineConfig
 from paceline.actors.engine.config import NgramConfig as EngineNgramConfig
+from paceline.actors.engine.parameters import VerificationRule
 from paceline.cluster.actor_specs import draft_spec, target_spec
 from paceline.cluster.config import (
     DraftConfig,
@@ -104,6 +105,26 @@ def test_drafts_are_quantised_where_they_can_and_targets_only_when_asked() -> No
     )
 
 
+@pytest.mark.parametrize("mode", LogprobsMode)
+def test_the_law_of_log_probabilities_reaches_the_target(mode: LogprobsMode) -> None:
+    assert target_spec(load_config({"model": "m"}), "t").engine.logprobs_mode is LogprobsMode.RAW
+    config = load_config({"model": "m", "target": {"logprobs_mode": mode.value}})
+    assert target_spec(config, "t").engine.logprobs_mode is mode
+
+
+def test_prefix_caching_is_an_option_of_each_pool() -> None:
+    config = load_config({"model": "m", "draft": {"model": "d", "enable_prefix_caching": False}})
+    assert target_spec(config, "t").engine.enable_prefix_caching
+    assert not draft_spec(config, "d").engine.enable_prefix_caching
+
+
+@pytest.mark.parametrize("rule", VerificationRule)
+def test_every_rule_can_be_chosen(rule: VerificationRule) -> None:
+    config = load_config({"model": "m", "speculation": {"verification": rule.value}})
+    assert VerificationRule(config.speculation.verification) is rule
+    assert load_config({"model": "m"}).speculation.verification == VerificationRule.COUPLED.value
+
+
 def test_a_configuration_is_immutable_and_travels() -> None:
     config = load_config({"model": "m", "draft": "d", "target": {"max_num_seqs": 3}})
     with pytest.raises(ValidationError):
@@ -160,12 +181,8 @@ def test_whole_numbers_do_for_numbers() -> None:
             "speculation.num_speculative_tokens: is -1 — give a number at least 0",
         ),
         (
-            {"speculation": {"verification": "block"}},
-            "speculation.verification: the rule block is not available — set it to coupled, or remove it",
-        ),
-        (
             {"speculation": {"verification": "typical"}},
-            "speculation.verification: is 'typical' — give coupled",
+            "speculation.verification: is 'typical' — give coupled, standard or block",
         ),
         (
             {"target": {"tensor_parallel_size": 2}},

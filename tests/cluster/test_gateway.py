@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
 from paceline.actors.engine.errors import InvalidArgumentError
-from paceline.actors.engine.messages import Submit
 from paceline.actors.engine.parameters import FinishReason
 from paceline.cluster.errors import (
     OverloadedError,
@@ -15,34 +13,15 @@ from paceline.cluster.errors import (
     UnavailableError,
 )
 from paceline.cluster.gateway import GatewaySettings
-from paceline.cluster.sequence_stream import SequenceStream
-from tests.cluster.scripted import ScriptedLink, ScriptedTargets, checked, completion, settle
-
-
-@pytest.fixture
-async def targets() -> AsyncIterator[ScriptedTargets]:
-    """The gateway must be left without a trace of any sequence."""
-    scripted = ScriptedTargets(resume_timeout_seconds=0.2, attach_grace_seconds=0.1)
-    yield scripted
-    assert_clean(scripted)
-    await scripted.gateway.close()
-
-
-def assert_clean(scripted: ScriptedTargets) -> None:
-    snapshot = scripted.gateway.snapshot()
-    assert (snapshot.num_live, snapshot.num_waiting) == (0, 0)
-    assert all(load.own_in_flight == 0 and load.own_unreported_tokens == 0 for load in snapshot.targets)
-
-
-async def collect(stream: SequenceStream) -> list[int]:
-    return [token_id async for tokens in stream for token_id in tokens.token_ids]
-
-
-def placed(scripted: ScriptedTargets) -> tuple[ScriptedLink, Submit]:
-    """The one live link that has the latest submit."""
-    links = [link for link in scripted.links.values() if link.submits and not link.dead]
-    (link,) = links
-    return link, link.submits[-1]
+from tests.cluster.scripted import (
+    ScriptedTargets,
+    assert_clean,
+    checked,
+    collect,
+    completion,
+    placed,
+    settle,
+)
 
 
 async def test_streams_what_is_committed(targets: ScriptedTargets) -> None:

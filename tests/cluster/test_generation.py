@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import aclosing
 
 import pytest
@@ -27,7 +28,13 @@ def tokens(token_ids: bytes | list[int]) -> CommittedTokens:
 class Service:
     """The whole gateway on one target that copies ``text``, ``round_size`` tokens a step."""
 
-    def __init__(self, text: str, round_size: int = 1, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        round_size: int = 1,
+        max_model_len: int | None = None,
+        codec: EmulatedCodec = CODEC,
+    ) -> None:
         class Link(PlayingLink):
             tape = text.encode()
 
@@ -38,7 +45,7 @@ class Service:
 
         self.targets = Targets()
         self.logic = GenerationLogic(
-            self.targets.gateway, CODEC, ServiceInfo("toy", "small", max_model_len, version="1")
+            self.targets.gateway, codec, ServiceInfo("toy", "small", max_model_len, version="1")
         )
 
     async def __aenter__(self) -> Service:
@@ -295,7 +302,34 @@ async def test_tokenize_and_model_info() -> None:
         assert info.verification == proto.VERIFICATION_RULE_COUPLED
 
 
-async def test_a_long_prompt_is_tokenised_off_the_event_loop() -> None:
-    async with Service("abc", max_model_len=64) as service:
-        with pytest.raises(InvalidArgumentError, match="has 20000 tokens"):
-            await service.logic.generate(proto.GenerateRequest(prompt="x" * 20000))
+class WatchedCodec(EmulatedCodec):
+    """Remembers which threads tokenised."""
+
+    def __init__(self) -> None:
+        super().__init__(256)
+        self.threads: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.threads.append(threading.current_thread().name)
+        return super().encode(text)
+
+
+@pytest.mark.parametrize(("size", "thread"), [(100, "MainThread"), (20_000, "tokenizer_0")])
+async def test_a_long_prompt_is_tokenised_off_the_event_loop(size: int, thread: str) -> None:
+    codec = WatchedCodec()
+    async with Service("abc", codec=codec) as service:
+        await service.logic.tokenize(proto.TokenizeRequest(prompt="x" * size))
+    assert set(codec.threads) == {thread}
+
+
+async def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    codec = WatchedCodec()
+    async with Service("abc", max_model_len=64, codec=codec) as service:
+        with pytest.raises(InvalidArgumentError, match="prompt: has 20000 characters"):
+            await service.logic.generate(proto.GenerateRequest(prompt="x" * 20_000))
+        messages = [proto.Message(role="user")] * 5000
+        with pytest.raises(InvalidArgumentError, match=r"messages: may have at most 4096 messages, got 5000"):
+            await service.logic.generate(
+                proto.GenerateRequest(conversation=proto.Conversation(messages=messages))
+            )
+    assert codec.threads == []

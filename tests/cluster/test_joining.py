@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster.config import load_config
-from paceline.cluster.runtime import authentication_environment, running_cluster
+from paceline.cluster.runtime import authentication_environment, haproxy_environment, running_cluster
 from paceline.cluster.service_start import cluster_to_join
 
 
@@ -71,3 +71,24 @@ def test_a_token_is_sent_where_there_is_one(tmp_path: Path, monkeypatch: pytest.
     assert authentication_environment() == {"RAY_AUTH_MODE": "token"}
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert authentication_environment() == {}
+
+
+def serve_ports(folder: Path) -> set[int]:
+    """What Serve would bind in a cluster of its own, and in every other one too."""
+    found = haproxy_environment(folder)
+    given = {key: int(value) for key, value in found.items() if key.endswith("_PORT")}
+    ports = {given[f"RAY_SERVE_FALLBACK_PROXY_{kind}_PORT"] for kind in ("GRPC", "HTTP")}
+    for kind in ("GRPC", "HTTP"):
+        low, high = (given[f"RAY_SERVE_DIRECT_INGRESS_{end}_{kind}_PORT"] for end in ("MIN", "MAX"))
+        assert high - low >= 50
+        assert ports.isdisjoint(range(low, high + 1))
+        ports.update(range(low, high + 1))
+    return ports
+
+
+def test_two_clusters_of_one_machine_share_no_port(tmp_path: Path) -> None:
+    """Serve binds them with SO_REUSEPORT, so that nobody would notice."""
+    first = serve_ports(tmp_path / "first")
+    with socket.create_server(("0.0.0.0", min(first))):
+        for _ in range(50):
+            assert first.isdisjoint(serve_ports(tmp_path / "second"))

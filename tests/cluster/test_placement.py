@@ -61,6 +61,16 @@ def test_equals_take_turns() -> None:
     assert [choose_target(targets, turn=turn) for turn in range(4)] == ["a", "b", "a", "b"]
 
 
+def test_the_preferred_target_is_taken_while_it_has_room() -> None:
+    idle = target("b", reported=load())
+    assert choose_target([target("a", own=9, reported=load(9)), idle], preferred="a") == "a"
+    assert choose_target([target("a", own=9), idle], preferred="a") == "a"
+    assert choose_target([target("a", reported=load(9, waiting=1)), idle], preferred="a") == "b"
+    assert choose_target([target("a", reported=load(draining=True)), idle], preferred="a") == "b"
+    assert choose_target([target("a", reported=load()), idle], preferred="a", excluded={"a"}) == "b"
+    assert choose_target([idle], preferred="a") == "b"
+
+
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(1, 5))
 def test_a_burst_is_spread_evenly(prompts: list[int], num_targets: int) -> None:
     """No report comes during the burst: the gateway's own count alone must spread it."""

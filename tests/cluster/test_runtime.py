@@ -34,5 +34,5 @@ def test_gateways_do_not_listen_where_those_of_every_cluster_do(tmp_path: Path) 
     environment = haproxy_environment(tmp_path)
     first = int(environment["RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT"])
     end = int(environment["RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"])
-    assert end - first == INGRESS_PORTS
+    assert end - first == INGRESS_PORTS - 1
     assert not set(range(first, end)) & set(SERVE_PORTS)

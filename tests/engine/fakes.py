@@ -12,6 +12,7 @@ import torch
 
 from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.config import DraftEngineConfig
+from paceline.actors.engine.constraint import ConstraintCompiler
 from paceline.actors.engine.draft_engine import DraftEngine
 from paceline.actors.engine.messages import Candidates, Committed, DraftHello, Finished, Submit
 from paceline.actors.engine.parameters import (
@@ -110,16 +111,51 @@ class HashRunner:
         return torch.from_numpy(np.stack(rows))
 
 
+def processed(
+    logits: np.ndarray,
+    sampling: SamplingParams,
+    stopping: StoppingParams,
+    token_ids: Sequence[int],
+    prompt_length: int,
+) -> np.ndarray:
+    """The logits of the position after ``token_ids``, token by token and from nothing: the definition."""
+    completion = list(token_ids[prompt_length:])
+    seen = set(token_ids)
+    bias = dict(sampling.logit_bias)
+    forced = {token_id for token_id, value in bias.items() if value == 100.0}
+    result = np.full_like(logits, -np.inf)
+    for token_id, logit in enumerate(logits):
+        if token_id in sampling.bad_token_ids or bias.get(token_id) == -100.0 or logit == -np.inf:
+            continue
+        if token_id in stopping.stop_token_ids and len(completion) < stopping.min_tokens:
+            continue
+        if forced and token_id not in forced:
+            continue
+        value = np.float32(logit)
+        if token_id in bias and token_id not in forced:
+            value = value + np.float32(bias[token_id])
+        precise = float(value)
+        if token_id in seen:
+            factor = sampling.repetition_penalty
+            precise = precise / factor if precise > 0 else precise * factor
+        count = completion.count(token_id)
+        precise -= sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
+        result[token_id] = np.float32(precise)
+    return result
+
+
 def reference(law: HashLaw, event: Submit) -> tuple[list[int], FinishReason]:
-    """The completion, token by token, with nothing but the law and the sampler."""
+    """The completion, token by token, with nothing but the law, the processors and the sampler."""
     token_ids = list(event.token_ids)
     stopping = event.stopping
     while True:
-        logits = torch.from_numpy(law.logits(token_ids))[None]
-        token_id = sample(logits, [event.sampling], [len(token_ids)])[0]
+        values = processed(law.logits(token_ids), event.sampling, stopping, token_ids, event.prompt_length)
+        if not np.isfinite(values).any():
+            return token_ids[event.prompt_length :], FinishReason.ERROR
+        token_id = sample(torch.from_numpy(values)[None], [event.sampling], [len(token_ids)])[0]
         token_ids.append(token_id)
         count = len(token_ids) - event.prompt_length
-        if token_id in stopping.stop_token_ids and count >= stopping.min_tokens:
+        if token_id in stopping.stop_token_ids and count > stopping.min_tokens:
             return token_ids[event.prompt_length :], FinishReason.STOP
         if count == stopping.max_tokens:
             return token_ids[event.prompt_length :], FinishReason.LENGTH
@@ -137,15 +173,19 @@ def make_submit(
     num_speculative_tokens: int | None = None,
     epoch: int = 1,
     completion: Sequence[int] = (),
+    sampling: SamplingParams | None = None,
+    logprobs: int | None = None,
 ) -> Submit:
+    """``sampling``: in place of ``temperature`` and ``seed``."""
     return Submit(
         sequence_id=sequence_id,
         epoch=epoch,
         token_ids=(*prompt, *completion),
         prompt_length=len(prompt),
-        sampling=SamplingParams(temperature=temperature, seed=seed),
+        sampling=sampling or SamplingParams(temperature=temperature, seed=seed),
         stopping=StoppingParams(max_tokens, min_tokens, frozenset(stop_token_ids)),
         speculation=SpeculationParams(num_speculative_tokens),
+        logprobs=logprobs,
     )
 
 
@@ -213,7 +253,7 @@ class Network:
     def join_runner(self, runner: ModelRunner, *, capacity: int = 16, max_model_len: int = 256) -> str:
         self._joined += 1
         peer = f"draft-{self._joined}"
-        engine = DraftEngine(runner, DraftEngineConfig(max_num_seqs=capacity))
+        engine = DraftEngine(runner, DraftEngineConfig(max_num_seqs=capacity), constraints=self.constraints)
         engine.target_joined("target", self.target_vocab_size)
         self.drafts[peer] = engine
         self.to_draft[peer] = deque()
@@ -226,6 +266,8 @@ class Network:
         return peer
 
     target_vocab_size = 32
+    constraints: ConstraintCompiler | None = None
+    """Of the drafts."""
 
     def leave(self, peer: str) -> None:
         self.drafts.pop(peer).target_left("target")

@@ -56,6 +56,20 @@ def expected_log_weights(logits: list[float], params: SamplingParams) -> list[fl
     return result
 
 
+def kept_by_sorting(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Which tokens are kept, [V], by sorting all of them; with mass as the sampler counts it."""
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    log_weights = (logits[order].astype(np.float64) - float(logits[order[0]])) / params.temperature
+    kept = int((log_weights >= math.log(params.min_p)).sum()) if params.min_p else len(order)
+    kept = min(kept, params.top_k or kept, int((logits > -np.inf).sum()))
+    mass = np.floor(np.exp(log_weights[:kept]) * 2.0**40)
+    if params.top_p < 1.0:
+        kept = int((np.cumsum(mass) - mass < params.top_p * mass.sum()).sum())
+    result = np.zeros(len(logits), dtype=np.bool_)
+    result[order[:kept]] = True
+    return result
+
+
 def law_of(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
     weights = expected_log_weights(logits.double().tolist(), params)
     return torch.tensor(weights, dtype=torch.float64).softmax(0).numpy()
@@ -127,6 +141,26 @@ class TestFilters:
             for row in range(3):
                 expected = expected_log_weights(logits[row].double().tolist(), options)
                 assert torch.equal(found[row], torch.tensor(expected) > -math.inf)
+
+    @pytest.mark.parametrize("vocab_size", [9_002, 50_001])
+    def test_large_rows_of_every_shape(self, vocab_size: int) -> None:
+        """Steep, flat, rounded to few values (as of bfloat16), and with nearly all tokens removed."""
+        steep, flat, rounded, removed = random_logits(4, vocab_size, 1.0)
+        rounded = (rounded * 2.5).bfloat16().float()
+        removed = torch.where(removed > 2.8, removed, -math.inf)
+        rows = torch.stack([steep * 6, flat * 0.3, rounded, removed])
+        for options in [
+            *FILTERS,
+            SamplingParams(top_p=0.9999),
+            SamplingParams(temperature=0.3, top_p=0.5),
+            SamplingParams(top_k=vocab_size // 2),
+            SamplingParams(min_p=1e-9),
+        ]:
+            found = process_logits(rows, [options] * 4) > -math.inf
+            for row in range(4):
+                assert np.array_equal(found[row].numpy(), kept_by_sorting(rows[row].numpy(), options))
+            params = [replace(options, seed=seed) for seed in range(4)]
+            assert sample(rows, params, [5] * 4) == sample_unpruned(rows, params, [5] * 4)
 
 
 class TestLaw:

@@ -167,7 +167,7 @@ def test_find_stop_equals_one_by_one(seed: int) -> None:
     kept, reason = 0, None
     for token_id in token_ids:
         kept += 1
-        if token_id in stopping.stop_token_ids and before + kept >= stopping.min_tokens:
+        if token_id in stopping.stop_token_ids and before + kept > stopping.min_tokens:
             reason = FinishReason.STOP
         elif before + kept == max_tokens:
             reason = FinishReason.LENGTH

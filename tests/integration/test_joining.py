@@ -44,7 +44,7 @@ def ray_process() -> Iterator[RayProcess]:
     folder = Path(tempfile.mkdtemp(prefix="pl-ray-", dir="/tmp"))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
     ports = haproxy_environment(folder)
-    environment = kept | {name: value for name, value in ports.items() if "INGRESS" in name}
+    environment = kept | {name: value for name, value in ports.items() if name.endswith("_PORT")}
     environment |= {"RAY_TMPDIR": str(folder), "RAY_SERVE_ENABLE_HA_PROXY": "0", "PYTHONUNBUFFERED": "1"}
     port = free_port_range(PORTS)
     address = f"127.0.0.1:{port}"

@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 
+from paceline.cluster.client import connect
 from paceline.cluster.runtime import free_port, port_is_free
+from paceline.protos import generation_pb2 as proto
 
 CONFIG = """
 model: emulated://solo?base_ms=20&support=6
@@ -33,6 +36,8 @@ class ServeProcess:
     process: subprocess.Popen[str]
     port: int
     lines: list[str]
+    home: str
+    """Where Ray's token is."""
 
     @property
     def ray_address(self) -> str:
@@ -47,7 +52,7 @@ def paceline(*arguments: str, **options: str) -> subprocess.CompletedProcess[str
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | options,
+        env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"} | options,
     )
 
 
@@ -77,6 +82,9 @@ def served(
     path.write_text(CONFIG.format(port=port))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
     environment["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if request.param == "haproxy" else "0"
+    # As a user's is: Ray writes its token into the home folder, and clients have to send it.
+    environment.pop("RAY_AUTH_MODE", None)
+    environment["HOME"] = str(path.parent)
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "paceline.cluster.cli", "serve", str(path), "--address", "local"),
@@ -96,7 +104,7 @@ def served(
             break
     else:
         pytest.fail("paceline serve ended: " + "".join(lines))
-    yield ServeProcess(process, port, lines)
+    yield ServeProcess(process, port, lines, environment["HOME"])
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.wait(STOP_SECONDS)
@@ -126,7 +134,7 @@ def test_errors_reach_the_terminal_as_one_sentence(served: ServeProcess) -> None
 
 
 def test_status_finds_the_pools(served: ServeProcess) -> None:
-    found = paceline("status", "--address", served.ray_address, "--json")
+    found = paceline("status", "--address", served.ray_address, "--json", HOME=served.home)
     assert found.returncode == 0, found.stderr
     status = json.loads(found.stdout)
     assert status["status"] == "RUNNING"
@@ -135,7 +143,7 @@ def test_status_finds_the_pools(served: ServeProcess) -> None:
         "target": 1,
         "draft": 1,
     }
-    shown = paceline("status", "--address", served.ray_address, COLUMNS="80")
+    shown = paceline("status", "--address", served.ray_address, COLUMNS="80", HOME=served.home)
     assert shown.returncode == 0, shown.stderr
     assert "service running" in shown.stdout
     assert status["pools"]["target"]["replicas"][0]["id"] in shown.stdout
@@ -147,6 +155,18 @@ def test_a_second_service_on_the_port_is_refused(served: ServeProcess) -> None:
     )
     assert found.returncode == 1
     assert f"port {served.port} is in use; choose another one with --port" in found.stderr
+
+
+def check_refusal_while_draining(port: int) -> None:
+    """New requests soon hear UNAVAILABLE, while the one that runs goes on."""
+    request = proto.GenerateRequest(prompt="late", stopping=proto.StoppingParams(max_tokens=1))
+    with connect(f"127.0.0.1:{port}") as stub:
+        deadline = time.monotonic() + 2
+        call = stub.Generate.future(request, timeout=10)
+        while call.exception() is None and time.monotonic() < deadline:
+            call = stub.Generate.future(request, timeout=10)
+        assert call.code() is grpc.StatusCode.UNAVAILABLE
+        assert "shutting down" in call.details()
 
 
 def test_interrupt_drains_and_leaves_nothing(served: ServeProcess) -> None:
@@ -164,12 +184,15 @@ def test_interrupt_drains_and_leaves_nothing(served: ServeProcess) -> None:
     assert running.stdout is not None
     assert running.stdout.read(1), "the stream has begun"
     os.killpg(served.process.pid, signal.SIGINT)
+    assert served.process.stdout is not None
+    assert served.process.stdout.readline() == "draining; Ctrl-C again to stop at once\n"
+    check_refusal_while_draining(served.port)
     rest, _ = served.process.communicate(timeout=STOP_SECONDS)
     out, err = running.communicate(timeout=30)
     assert running.returncode == 0, err
     assert "150 tokens" in err
     assert served.process.returncode == 0
-    assert rest.splitlines() == ["draining; Ctrl-C again to stop at once", "stopped"]
+    assert rest.splitlines() == ["stopped"]
     deadline = time.monotonic() + 10
     while children_of_session(session) and time.monotonic() < deadline:
         time.sleep(0.1)
