@@ -202,13 +202,14 @@ class Drawn:
 
 
 def sampled(seed: int) -> dict[str, Any]:
-    """The first token, then a whole round of the longest tail."""
+    """Long enough for tails in the second round too: a step does not wait for drafts where a sequence has no
+    room left for any."""
     bound = BOUNDS[seed % len(BOUNDS)]
     return {
         "token_ids": PROMPT,
         "seed": seed,
         "n": NUM_CHOICES,
-        "max_tokens": max(LENGTH, 1 + bound + 1),
+        "max_tokens": LENGTH + bound + 1,
         "num_speculative_tokens": bound,
     }
 

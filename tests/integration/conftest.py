@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from paceline.cluster.runtime import (
 from paceline.cluster.service_start import APPLICATION_NAME, ROUTE_PREFIX, probe
 from paceline.protos import generation_pb2 as proto
 from paceline.protos import generation_pb2_grpc as rpc
+from tests.requests import request
 
 START_TIMEOUT_SECONDS = 120.0
 
@@ -103,33 +104,6 @@ class Service:
     def kill(self, replica: dict[str, Any]) -> None:
         """``kill -9`` of one replica's process."""
         os.kill(replica["pid"], signal.SIGKILL)
-
-
-def request(
-    prompt: str = "",
-    *,
-    token_ids: Sequence[int] | None = None,
-    max_tokens: int | None = 16,
-    num_speculative_tokens: int | None = None,
-    ignore_eos: bool = True,
-    stop: Sequence[str] = (),
-    **sampling: Any,
-) -> proto.GenerateRequest:
-    """A request of the public contract."""
-    message = proto.GenerateRequest()
-    if token_ids is not None:
-        message.token_ids.ids.extend(token_ids)
-    else:
-        message.prompt = prompt
-    for name, value in sampling.items():
-        setattr(message.sampling, name, value)
-    if max_tokens is not None:
-        message.stopping.max_tokens = max_tokens
-    message.stopping.ignore_eos = ignore_eos
-    message.stopping.stop.extend(stop)
-    if num_speculative_tokens is not None:
-        message.speculation.num_speculative_tokens = num_speculative_tokens
-    return message
 
 
 def wait_until(condition: Callable[[], object], *, timeout_seconds: float, what: str) -> None:

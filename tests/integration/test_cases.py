@@ -17,7 +17,8 @@ import pytest
 
 from paceline.protos import generation_pb2 as proto
 from paceline.protos import generation_pb2_grpc as rpc
-from tests.integration.conftest import Service, request, wait_until
+from tests.integration.conftest import Service, wait_until
+from tests.requests import request
 
 MODEL = "emulated://puncture?vocab_size=512&base_ms=20&support=6&max_model_len=1024"
 STATUS_SECONDS = 10.0

@@ -14,7 +14,8 @@ import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from paceline.protos import generation_pb2 as proto
-from tests.integration.conftest import Service, request, wait_until
+from tests.integration.conftest import Service, wait_until
+from tests.requests import request
 
 MODEL = "emulated://cyclist?vocab_size=512&base_ms=20&support=6&max_model_len=1024"
 MAX_ONGOING = 24

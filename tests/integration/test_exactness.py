@@ -22,8 +22,9 @@ from transformers import AutoTokenizer
 from benchmarks.prompts import BenchPrompt, spec_bench
 from paceline.protos import generation_pb2 as proto
 from tests.engine.models import noised
-from tests.integration.conftest import Service, request, wait_until
+from tests.integration.conftest import Service, wait_until
 from tests.integration.oracle import Oracle
+from tests.requests import request
 
 MODEL = "smollm2-135m-instruct"
 NUM_CATEGORIES = 13
