@@ -77,7 +77,7 @@ def generate(
     min_p: Annotated[
         float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same output.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="Same seed, same output.")] = None,
     n: Annotated[int | None, typer.Option("--n", help="Number of choices; each has its own seed.")] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Above 1: avoid tokens of prompt and answer.")

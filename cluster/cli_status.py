@@ -76,7 +76,8 @@ def status_view(collected: Mapping[str, Any]) -> Group:
     """The same for a human."""
     pools = collected["pools"]
     style = "green" if collected["status"] == "RUNNING" else "yellow"
-    parts: list[Any] = [Text.assemble("service ", (str(collected["status"]).lower(), style)), Text("")]
+    where = f" on the Ray at {collected['ray_address']}" if "ray_address" in collected else ""
+    parts: list[Any] = [Text.assemble("service ", (str(collected["status"]).lower(), style), where), Text("")]
     parts.append(pools_table(pools))
     if targets := pools.get("target", {}).get("replicas"):
         parts += [Text(""), targets_table(targets), Text(""), speculation_table(targets)]
@@ -183,19 +184,23 @@ def status(
     """
     with Runtime.open(
         address=address or os.environ.get("RAY_ADDRESS") or running_cluster() or "auto", num_cpus=0
-    ):
+    ) as runtime:
+
+        def look() -> dict[str, Any]:
+            return {"ray_address": runtime.ray_address, **collect_status()}
+
         if as_json:
             while True:
-                sys.stdout.write(json.dumps(collect_status()) + "\n")
+                sys.stdout.write(json.dumps(look()) + "\n")
                 sys.stdout.flush()
                 if not watch:
                     return
                 time.sleep(interval)
         console = stdout()
         if not watch:
-            console.print(status_view(collect_status()))
+            console.print(status_view(look()))
             return
-        with Live(status_view(collect_status()), console=console, auto_refresh=False) as live:
+        with Live(status_view(look()), console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
-                live.update(status_view(collect_status()), refresh=True)
+                live.update(status_view(look()), refresh=True)

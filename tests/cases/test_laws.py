@@ -144,7 +144,7 @@ async def test_every_setting_has_a_law_of_its_own(speaker: Speaker, temperature:
 async def test_first_tokens_have_their_law(
     service: Service, speaker: Speaker, rule: str, filters: str, temperature: float
 ) -> None:
-    assert abs(await distance(service, speaker, rule, filters, temperature, 600)) < 4
+    assert abs(await distance(service, speaker, rule, filters, temperature, 500)) < 4
 
 
 @pytest.mark.heavy
@@ -189,7 +189,7 @@ async def notice(
 async def test_faults_are_noticed(
     service: Service, speaker: Speaker, monkeypatch: pytest.MonkeyPatch, rule: str, fault: str
 ) -> None:
-    await notice(service, speaker, monkeypatch, rule, fault, 600)
+    await notice(service, speaker, monkeypatch, rule, fault, 300)
 
 
 @pytest.mark.heavy
@@ -209,13 +209,13 @@ async def test_nothing_that_drafts_do_biases_the_coupled_rule(
 ) -> None:
     """Not a single token changes, whatever is drafted and verified."""
     law = setting("all", 2.0, speaker.reference)
-    right = await draw(service, COUPLED, law, 200)
+    right = await draw(service, COUPLED, law, 100)
     check_exercised(right)
     await service.wait_until_idle()
     for fault, inject in HARMLESS.items():
         with monkeypatch.context() as patch:
             inject(patch)
-            drawn = await draw(service, COUPLED, law, 200)
+            drawn = await draw(service, COUPLED, law, 100)
             await service.wait_until_idle()
         assert drawn.paths == right.paths, fault
         if fault in ("1", "2", "5"):

@@ -55,6 +55,8 @@ async def outcome(service: Service, message: proto.GenerateRequest) -> Outcome:
     assert response.usage.completion_tokens == sum(len(choice.token_ids) for choice in response.choices)
     choices: list[tuple[Any, ...]] = []
     for choice in response.choices:
+        assert not set(message.sampling.bad_token_ids) & set(choice.token_ids)
+        assert len(choice.token_ids) >= message.stopping.min_tokens
         assert len(choice.logprobs) == (len(choice.token_ids) if message.HasField("logprobs") else 0)
         logprobs = [
             (item.chosen.token_id, round(item.chosen.logprob, 3), [entry.token_id for entry in item.top])

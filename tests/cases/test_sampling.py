@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import Any
 
 import numpy as np
@@ -208,55 +207,4 @@ async def test_min_tokens_forbids_the_end_inside_blocks(
     answers = await services[draft].stream_all(*requests)
     assert [answer.token_ids for answer in answers] == expected
     assert stop not in whole[:20]
-    check_drafted(draft, answers)
-
-
-# ---------------------------------------------------------------- everything together
-
-
-def mixture(rng: random.Random) -> dict[str, Any]:
-    """Any parameters at all."""
-    options: dict[str, Any] = greedy([rng.randrange(256) for _ in range(rng.randint(1, 24))], 40)
-    options["temperature"] = rng.choice([0.0, 0.5, 1.0, 1.0, 2.0])
-    options["seed"] = rng.randrange(2**64)
-    for name, values in {
-        "top_k": [0, 1, 4, 40],
-        "top_p": [1.0, 0.5, 0.95],
-        "min_p": [0.0, 0.05, 0.3],
-        "repetition_penalty": [1.0, 0.8, 1.3],
-        "presence_penalty": [0.0, -1.0, 2.0],
-        "frequency_penalty": [0.0, -0.5, 1.5],
-        "min_tokens": [0, 10, 40],
-        "logprobs": [None, 0, 4],
-    }.items():
-        options[name] = rng.choice(values)
-    options["logit_bias"] = {
-        rng.randrange(256): rng.choice([-100.0, -3.0, 3.0]) for _ in range(rng.choice([0, 9]))
-    }
-    options["bad_token_ids"] = sorted({rng.randrange(256) for _ in range(rng.choice([0, 20]))})
-    options["stop_token_ids"] = [rng.randrange(256) for _ in range(rng.choice([0, 4]))]
-    return options
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@until_exercised
-async def test_any_mixture_is_the_same_with_and_without_drafts(
-    services: dict[str, Service], draft: str
-) -> None:
-    """Twenty-four different requests in one batch; each as it is alone and undrafted."""
-    rng = random.Random(31)
-    requests = [mixture(rng) for _ in range(24)]
-    service = services[draft]
-    plain = [await service.stream(**options | {"num_speculative_tokens": 0}) for options in requests]
-    answers = await service.stream_all(
-        *(options | {"num_speculative_tokens": rng.choice(BOUNDS)} for options in requests)
-    )
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
-    assert [answer.last.finish_reason for answer in answers] == [
-        answer.last.finish_reason for answer in plain
-    ]
-    for options, answer in zip(requests, answers, strict=True):
-        assert len(answer.logprobs) == (0 if options["logprobs"] is None else len(answer.token_ids))
-        assert not set(options["bad_token_ids"]) & set(answer.token_ids)
-        assert len(answer.token_ids) >= options["min_tokens"]
     check_drafted(draft, answers)
