@@ -40,10 +40,10 @@ NUM_REQUESTS = 2
 """At a time."""
 MIN_EXPECTED = 5.0
 """Cells that expect fewer are counted together."""
-LAYERS = 1
-ECHO = 0.6
+LOUDNESS, ECHO = 4.0, 0.6
+"""How much of a token passes through the model, and how much of that is for saying it again."""
 NOISE = 0.1
-LOUDNESS = 4.0
+"""Of the draft."""
 
 Path = tuple[int, ...]
 JointLaw = Mapping[Path, float]
@@ -51,7 +51,7 @@ JointLaw = Mapping[Path, float]
 
 def echoing_llama() -> PreTrainedModel:
     """A tiny Llama that is inclined to say a token twice, so that penalties have something to do."""
-    model = tiny_llama(num_hidden_layers=LAYERS)
+    model = tiny_llama(num_hidden_layers=1)
     embeddings = model.model.embed_tokens.weight
     with torch.no_grad():
         model.lm_head.weight.add_(ECHO * embeddings)
@@ -153,7 +153,6 @@ def z_score(paths: Sequence[Path], law: JointLaw) -> float:
 
 
 # ---------------------------------------------------------------- what the service says
-
 
 PATIENCE_SECONDS = 0.1
 

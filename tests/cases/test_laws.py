@@ -2,8 +2,8 @@
 if it did not.
 
 4,000 seeds × 3 tokens, top-k 4, against the exact joint law (``laws``); heavy but for a selection. The seeds
-are those of 80 requests of 50 choices each, every one with another bound of the tail (1, 2 or 4), so that the
-tokens counted are accepted, corrected and bonus tokens.
+are those of 80 requests of 50 choices each, with bounds of 1, 2 and 4 draft tokens by turns: what is counted
+are accepted, corrected and bonus tokens, of first and of later rounds.
 
 Which faults show where (``faults``): 1 to 5 are faults of the ratio rules, and show wherever p and q differ;
 1 and 2 the more q(x) varies, 5 the more the filters remove, so all are tried at T = 1 with top-k 4. The

@@ -107,6 +107,7 @@ async def test_any_mixture_is_what_each_request_is_alone(services: dict[str, Ser
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(3600)
 async def test_any_mixture_is_what_each_request_is_alone_at_length(services: dict[str, Service]) -> None:
     await check_mixtures(services, 600)
 
@@ -154,5 +155,6 @@ async def test_what_is_malformed_is_refused_by_field(services: dict[str, Service
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(3600)
 async def test_ten_thousand_malformed_requests(services: dict[str, Service], tiny: TinyModels) -> None:
     await check_malformed(services["noised"], tiny, 10_000)
