@@ -325,7 +325,8 @@ def test_no_service_names_the_remedy() -> None:
     [
         (["generate", "x", "--no-speculation", "--num-speculative-tokens", "2"], "--no-speculation"),
         (["generate", "x", "--system", "s"], "--chat"),
-        (["generate", "x", "--seed", str(2**64)], "range"),
+        (["generate", "x", "--seed", str(2**64)], "'--seed'"),
+        (["generate", "x", "--seed", "-1"], "'--seed'"),
         (["generate", "x", "--top-k", str(2**40)], "range"),
         (["generate", "x", "--logit-bias", "5"], "ID=VALUE"),
         (["generate", "x", "--grammar", "/nowhere/x.lark"], "cannot read"),
