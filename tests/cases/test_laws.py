@@ -161,20 +161,21 @@ async def test_every_rule_and_setting(
 # ---------------------------------------------------------------- it would be noticed
 
 
-async def notice(
+async def distance_with(
     service: Service,
     speaker: Speaker,
     monkeypatch: pytest.MonkeyPatch,
     rule: str,
     fault: str,
     num_seeds: int,
-) -> None:
+) -> float:
+    """z of the first tokens of a service that has the fault."""
     injected = FAULTS[fault]
     with monkeypatch.context() as patch:
         injected.inject(patch)
         z = await distance(service, speaker, rule, injected.filters, injected.temperature, num_seeds)
         await service.wait_until_idle()
-    assert z > 5
+    return z
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ async def notice(
 async def test_faults_are_noticed(
     service: Service, speaker: Speaker, monkeypatch: pytest.MonkeyPatch, rule: str, fault: str
 ) -> None:
-    await notice(service, speaker, monkeypatch, rule, fault, 300)
+    assert await distance_with(service, speaker, monkeypatch, rule, fault, 300) > 5
 
 
 @pytest.mark.heavy
@@ -200,7 +201,7 @@ async def test_faults_are_noticed(
 async def test_every_fault_is_noticed(
     service: Service, speaker: Speaker, monkeypatch: pytest.MonkeyPatch, rule: str, fault: str
 ) -> None:
-    await notice(service, speaker, monkeypatch, rule, fault, NUM_SEEDS)
+    assert await distance_with(service, speaker, monkeypatch, rule, fault, NUM_SEEDS) > 5
 
 
 @until_exercised
