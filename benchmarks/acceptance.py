@@ -31,7 +31,7 @@ import typer
 from rich.progress import Progress
 
 from benchmarks.lockstep import Answer, Lockstep
-from benchmarks.prompts import spec_bench
+from benchmarks.prompts import encoded, spec_bench
 from benchmarks.report import RESULTS, print_table, write_json
 
 if TYPE_CHECKING:
@@ -222,13 +222,10 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the JSON file and the plot.")] = "acceptance",
 ) -> None:
     """Run it, print the tables, write results/<name>.json and results/<name>.png."""
-    from paceline.actors import model_spec, weights
+    from paceline.actors import model_spec
     from paceline.actors.model_spec import ModelSpec
-    from paceline.cluster.tokenization import ChatMessage, load_codec
 
-    codec = load_codec(str(weights.resolve(model)))
-    chosen = spec_bench(prompts, max_characters=max_characters)
-    token_ids = [codec.encode_conversation([ChatMessage("user", prompt.text, 0)]) for prompt in chosen]
+    token_ids = encoded(model, spec_bench(prompts, max_characters=max_characters))
     longest = max(map(len, token_ids)) + max_tokens
     blocks = prompts * (-(-longest // 16) + 1)
     runners = [

@@ -26,7 +26,7 @@ import typer
 from rich.progress import Progress
 
 from benchmarks.lockstep import Lockstep
-from benchmarks.prompts import spec_bench
+from benchmarks.prompts import encoded, spec_bench
 from benchmarks.report import print_table, spread, write_json
 
 if TYPE_CHECKING:
@@ -164,12 +164,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "determinism",
 ) -> None:
     """Run it, print the tables, write results/<name>.json."""
-    from paceline.actors import weights
-    from paceline.cluster.tokenization import ChatMessage, load_codec
-
-    codec = load_codec(str(weights.resolve(model)))
-    chosen = spec_bench(prompts, max_characters=max_characters)
-    token_ids = [codec.encode_conversation([ChatMessage("user", prompt.text, 0)]) for prompt in chosen]
+    token_ids = encoded(model, spec_bench(prompts, max_characters=max_characters))
     blocks = [-(-(len(ids) + max_tokens) // BLOCK_SIZE) + 1 for ids in token_ids]
     # Half of what the fullest step wants, and enough for any one sequence.
     small = max(max(blocks), sum(sorted(blocks)[-concurrency:]) // 2)

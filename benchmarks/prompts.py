@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,3 +42,12 @@ def spec_bench(count: int, *, seed: int = 0, max_characters: int | None = None) 
             if prompts and len(chosen) < count:
                 chosen.append(prompts.pop())
     return chosen
+
+
+def encoded(model: str, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
+    """Token ids of the prompts as first turns of conversations with ``model``."""
+    from paceline.actors import weights
+    from paceline.cluster.tokenization import ChatMessage, load_codec
+
+    codec = load_codec(str(weights.resolve(model)))
+    return [codec.encode_conversation([ChatMessage("user", prompt.text, 0)]) for prompt in prompts]

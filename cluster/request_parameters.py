@@ -111,14 +111,15 @@ def _logit_bias(sampling: proto.SamplingParams, vocab_size: int | None) -> tuple
 
 
 def _bad_token_ids(sampling: proto.SamplingParams, vocab_size: int | None) -> tuple[int, ...]:
-    if len(sampling.bad_token_ids) > MAX_BAD_TOKENS:
-        raise InvalidArgumentError(
-            "sampling.bad_token_ids",
-            f"may have at most {MAX_BAD_TOKENS} ids, got {len(sampling.bad_token_ids)}",
-        )
-    for index, token_id in enumerate(sampling.bad_token_ids):
-        _check_token_id(f"sampling.bad_token_ids[{index}]", token_id, vocab_size)
+    _check_token_ids("sampling.bad_token_ids", sampling.bad_token_ids, MAX_BAD_TOKENS, vocab_size)
     return tuple(sorted(set(sampling.bad_token_ids)))
+
+
+def _check_token_ids(field: str, token_ids: Sequence[int], most: int, vocab_size: int | None) -> None:
+    if len(token_ids) > most:
+        raise InvalidArgumentError(field, f"may have at most {most} ids, got {len(token_ids)}")
+    for index, token_id in enumerate(token_ids):
+        _check_token_id(f"{field}[{index}]", token_id, vocab_size)
 
 
 def _check_token_id(field: str, token_id: int, vocab_size: int | None) -> None:
@@ -145,13 +146,7 @@ def stopping_params(
             f"must be in [1, {room}] for a prompt of {prompt_length} tokens and a model length of "
             f"{prompt_length + room}, got {max_tokens}",
         )
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgumentError(
-            "stopping.stop_token_ids",
-            f"may have at most {MAX_STOP_TOKEN_IDS} ids, got {len(stopping.stop_token_ids)}",
-        )
-    for index, token_id in enumerate(stopping.stop_token_ids):
-        _check_token_id(f"stopping.stop_token_ids[{index}]", token_id, vocab_size)
+    _check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, MAX_STOP_TOKEN_IDS, vocab_size)
     eos = () if stopping.ignore_eos else eos_token_ids
     return StoppingParams(
         max_tokens=max_tokens,

@@ -56,16 +56,22 @@ def test_never_waits_while_another_sequence_is_ready() -> None:
     assert target.wait_seconds() == 0.0
 
 
-def test_a_draft_as_fast_as_the_target_catches_up() -> None:
-    """Whatever it says is outdated by the time it comes, unless the target waits for its answer."""
-    clock = Clock()
+def after_the_prompt(clock: Clock) -> tuple[TargetEngine, int, list[int]]:
+    """A fast target with a draft and one sequence, whose first token is out; the prompt's length, and all
+    that the target will say."""
     target = timed_target(clock, 0.001)
     target.draft_joined("d", hello())
     event = make_submit(max_tokens=40)
     whole, _ = reference(TARGET, event)
-    prompt = len(event.token_ids)
     target.submit("gateway", event)
     target.step()
+    return target, len(event.token_ids), whole
+
+
+def test_a_draft_as_fast_as_the_target_catches_up() -> None:
+    """Whatever it says is outdated by the time it comes, unless the target waits for its answer."""
+    clock = Clock()
+    target, prompt, whole = after_the_prompt(clock)
     # The first is made before the first verdict is heard of, and wrong.
     wrong = (whole[0] + 1) % 50
     target.candidates("d", [Candidates("s", 1, prompt, (wrong,), 0)], 0.001)
@@ -91,13 +97,7 @@ def test_a_draft_as_fast_as_the_target_catches_up() -> None:
 
 def test_a_fixed_tail_is_waited_for_whatever_the_rate() -> None:
     clock = Clock()
-    target = timed_target(clock, 0.001)
-    target.draft_joined("d", hello())
-    event = make_submit(max_tokens=40)
-    whole, _ = reference(TARGET, event)
-    prompt = len(event.token_ids)
-    target.submit("gateway", event)
-    target.step()
+    target, prompt, whole = after_the_prompt(clock)
     # A draft token takes as long as twenty steps of the target.
     target.candidates("d", [Candidates("s", 1, prompt + 1, (whole[1],), 0)], 0.02)
     for count in range(2, 5):

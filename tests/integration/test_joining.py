@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.runtime import free_port_range, haproxy_environment
+from tests.integration.serve_output import read_until_ready
 
 BIN = Path(sys.executable).parent
 SERVICER = "paceline.protos.generation_pb2_grpc.add_GenerationServiceServicer_to_server"
@@ -103,16 +104,8 @@ def joined_service(ray: RayProcess, port: int) -> Iterator[list[str]]:
         text=True,
         start_new_session=True,
     )
-    lines: list[str] = []
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if line.strip().startswith("stop"):
-                break
-        else:
-            pytest.fail("paceline serve ended: " + "".join(lines))
-        yield lines
+        yield read_until_ready(process)
         process.send_signal(signal.SIGINT)
         rest, _ = process.communicate(timeout=60)
         assert process.returncode == 0, rest

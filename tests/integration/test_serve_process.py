@@ -18,6 +18,7 @@ import pytest
 from paceline.cluster.client import connect
 from paceline.cluster.runtime import free_port, port_is_free
 from paceline.protos import generation_pb2 as proto
+from tests.integration.serve_output import read_until_ready
 
 CONFIG = """
 model: emulated://solo?base_ms=20&support=6
@@ -96,15 +97,7 @@ def served(
         env=environment,
         start_new_session=True,
     )
-    lines: list[str] = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if line.strip().startswith("stop"):
-            break
-    else:
-        pytest.fail("paceline serve ended: " + "".join(lines))
-    yield ServeProcess(process, port, lines, environment["HOME"])
+    yield ServeProcess(process, port, read_until_ready(process), environment["HOME"])
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         process.wait(STOP_SECONDS)
