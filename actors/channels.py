@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from paceline.actors.engine.errors import PacelineError
+from paceline.actors.tls import TlsFiles, channel_credentials, server_credentials
+
 PROTOCOL_VERSION = 1
 """Version of execution.proto and verification.proto that this build speaks. Peers must be equal."""
 
@@ -28,6 +31,8 @@ class ChannelSettings:
     """Room for the token ids of about ten million prompt tokens."""
     hello_timeout_seconds: float = 10.0
     """The first message of a stream, and the answer to it, must come within this time."""
+    tls: TlsFiles | None = None
+    """Mutual TLS; None = nothing is encrypted and anybody who reaches the port is a peer."""
 
     def __post_init__(self) -> None:
         for name in ("keepalive_seconds", "keepalive_timeout_seconds", "hello_timeout_seconds"):
@@ -77,8 +82,35 @@ def server_options(settings: ChannelSettings) -> ChannelOptions:
 
 
 def open_channel(address: str, settings: ChannelSettings) -> grpc.aio.Channel:
-    """A fresh channel to ``host:port``; it connects on its first call."""
-    return grpc.aio.insecure_channel(address, options=client_options(settings))
+    """A fresh channel to ``host:port``; it connects on its first call.
+
+    Raises:
+        TlsError: the certificates of ``settings.tls`` cannot be read.
+    """
+    options: list[tuple[str, int | str]] = [*client_options(settings)]
+    if settings.tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if settings.tls.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", settings.tls.server_name))
+    return grpc.aio.secure_channel(address, channel_credentials(settings.tls), options=options)
+
+
+def bind_free_port(server: grpc.aio.Server, host: str, settings: ChannelSettings) -> str:
+    """Let ``server`` listen on a free port of ``host``, and return the ``host:port``.
+
+    Raises:
+        PacelineError: the host cannot be bound.
+        TlsError: the certificates of ``settings.tls`` cannot be read.
+    """
+    address = join_address(host, 0)
+    try:
+        if settings.tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, server_credentials(settings.tls))
+    except RuntimeError as error:
+        raise PacelineError(f"cannot listen on {host}: {error}; give an address of this host") from None
+    return join_address(host, port)
 
 
 def join_address(host: str, port: int) -> str:

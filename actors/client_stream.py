@@ -13,6 +13,7 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from paceline.actors.channels import ChannelSettings, open_channel
 from paceline.actors.engine.errors import PacelineError
 from paceline.actors.outgoing import Mailbox, Pending
+from paceline.actors.tls import TlsError
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -67,7 +68,10 @@ class ClientStream(Generic[RequestT, ResponseT]):
             PeerLostError: there was no answer in time.
         """
         timeout = self._settings.hello_timeout_seconds
-        self._channel = open_channel(self.address, self._settings)
+        try:
+            self._channel = open_channel(self.address, self._settings)
+        except TlsError as error:
+            raise PeerLostError(f"{self.address} cannot be dialled: {error}") from None
         self._call = self._method(self._channel)
         try:
             async with asyncio.timeout(timeout):

@@ -13,12 +13,12 @@ from paceline.actors import model_spec
 from paceline.actors.channels import ChannelSettings
 from paceline.actors.client_stream import PeerLostError, PeerRefusedError
 from paceline.actors.engine.config import DraftEngineConfig
-from paceline.actors.engine.draft_engine import CandidateOutput, DraftEngine
+from paceline.actors.engine.draft_engine import CandidateOutput, DraftEngine, DraftSnapshot
 from paceline.actors.engine.errors import IncompatibleDraftError
 from paceline.actors.engine.messages import DraftHello
 from paceline.actors.engine_loop import EngineFailedError, EngineLoop
 from paceline.actors.grammar import GrammarCompiler
-from paceline.actors.model_spec import LoadedModel, ModelSpec
+from paceline.actors.model_spec import Allotment, LoadedModel, Loader, ModelSpec
 from paceline.actors.verification_client import VerificationClient
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,11 @@ class _Connection:
 class DraftActor:
     """One engine for all targets. Start it once, stop it once."""
 
-    def __init__(self, spec: DraftSpec, discover: Discover) -> None:
+    def __init__(self, spec: DraftSpec, discover: Discover, load: Loader = model_spec.load) -> None:
         self.spec = spec
         self._discover = discover
+        self._load_model = load
+        self._allotment: Allotment | None = None
         self._engine_loop: EngineLoop[DraftEngine, dict[str, CandidateOutput]] | None = None
         self._hello: DraftHello | None = None
         self._vocabulary_hash = b""
@@ -89,8 +91,9 @@ class DraftActor:
     async def start(self) -> None:
         """Load the model and start dialling. Raises: ModelError: the model cannot be served."""
         model = await asyncio.to_thread(
-            model_spec.load, self.spec.model, max_num_batched_tokens=self.spec.engine.max_num_batched_tokens
+            self._load_model, self.spec.model, max_num_batched_tokens=self.spec.engine.max_num_batched_tokens
         )
+        self._allotment = model.allotment
         self._vocabulary_hash = model.vocabulary_hash
         self._hello = self._make_hello(model)
         engine = DraftEngine(model.runner, self.spec.engine, constraints=model.constraints)
@@ -138,6 +141,11 @@ class DraftActor:
             reasons = sorted(set(self.refused.values()))
             raise IncompatibleDraftError("every target refuses this draft: " + "; ".join(reasons))
 
+    def fail(self, reason: str) -> None:
+        """Count the draft as failed, and leave every target, although its engine may hang in a step."""
+        if self._engine_loop is not None:
+            self._engine_loop.fail(reason)
+
     async def status(self) -> dict[str, Any]:
         """Plain values. Answers after the step in progress; without counters where the engine has failed."""
         status: dict[str, Any] = {
@@ -149,6 +157,7 @@ class DraftActor:
                 for target_id, connection in self._connections.items()
             },
             "refused": self.refused,
+            "kv_cache": asdict(self._allotment) if self._allotment else None,
             "discovery_error": self._discovery_error,
             "error": "",
         }
@@ -157,9 +166,17 @@ class DraftActor:
         except (EngineFailedError, IncompatibleDraftError) as error:
             status["error"] = str(error)
         if self._engine_loop is not None and self._engine_loop.failure is None and not self._stopped:
-            snapshot = await self._engine_loop.call(lambda engine: engine.snapshot())
-            status["engine"] = asdict(snapshot)
+            status["engine"] = asdict(await self.snapshot())
         return status
+
+    async def snapshot(self) -> DraftSnapshot:
+        """The engine's gauges and counters, after the step in progress.
+
+        Raises: EngineFailedError if there is no engine that could tell.
+        """
+        if self._engine_loop is None:
+            raise EngineFailedError("the draft has not been started")
+        return await self._engine_loop.call(lambda engine: engine.snapshot())
 
     async def stop(self, grace: float = GOODBYE_SECONDS) -> None:
         """Say goodbye to every target, wait up to ``grace`` seconds for the answers, and stop. Idempotent."""
@@ -214,9 +231,12 @@ class DraftActor:
         self._changed.clear()
 
     def _reconcile(self, targets: Mapping[str, str]) -> None:
-        """Dial who is new, drop who is gone."""
+        """Dial who is new, drop who is gone. A target that is listed no more but still attached is finishing
+        what it has: it is drafted for until it ends the stream, or is found dead by its silence."""
         for target_id, connection in list(self._connections.items()):
-            if targets.get(target_id) != connection.address:
+            address = targets.get(target_id)
+            leaving = address is None and connection.client.attached
+            if address != connection.address and not leaving:
                 connection.task.cancel()
                 del self._connections[target_id]
         self._refused = {

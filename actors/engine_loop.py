@@ -69,6 +69,7 @@ class EngineLoop(Generic[EngineT, OutputT]):
         self._ended: asyncio.Event | None = None
         self._stopping = False
         self._failure: EngineFailedError | None = None
+        self._abandoned = False
         self._step_started: float | None = None
 
     # ------------------------------------------------------------ from any thread
@@ -157,9 +158,19 @@ class EngineLoop(Generic[EngineT, OutputT]):
         if self.backlog > MAX_BACKLOG:
             await self.call(lambda engine: None)
 
+    def fail(self, reason: str) -> None:
+        """Count the engine as failed although its thread may hang in a step, and is not waited for. For what
+        the thread depends on and somebody else sees break. No effect where the engine has ended."""
+        if self._ended is None or self._ended.is_set():
+            return
+        self._failure = EngineFailedError(f"the {self._thread.name} failed: {reason}")
+        self._abandoned = self._stopping = True
+        self._inbox.put(None)
+        self._end()
+
     async def stop(self) -> None:
         """End the thread after the pass in progress, and wait for it. Idempotent."""
-        if self._events is None:
+        if self._events is None or self._abandoned:
             return
         self._stopping = True
         self._inbox.put(None)
@@ -181,10 +192,11 @@ class EngineLoop(Generic[EngineT, OutputT]):
             self._run_passes()
         except Exception as error:
             logger.exception("the %s failed", self._thread.name)
-            self._failure = EngineFailedError(
-                f"the {self._thread.name} failed: {type(error).__name__}: {error}"
-            )
-            self._failure.__cause__ = error
+            if not self._abandoned:
+                self._failure = EngineFailedError(
+                    f"the {self._thread.name} failed: {type(error).__name__}: {error}"
+                )
+                self._failure.__cause__ = error
         finally:
             self._step_started = None
             self._hand_over(self._end)
@@ -208,7 +220,11 @@ class EngineLoop(Generic[EngineT, OutputT]):
     def _hand_over_output(self) -> None:
         output = self._take_output()
         if output is not None:
-            self._hand_over(self._publish, output)
+            self._hand_over(self._deliver, output)
+
+    def _deliver(self, output: OutputT) -> None:
+        if not self._abandoned:
+            self._publish(output)
 
     def _run_events(self, wait: float | None) -> None:
         """Sleep up to ``wait`` for a first event (None = for ever), then run all that are there."""
@@ -236,6 +252,8 @@ class EngineLoop(Generic[EngineT, OutputT]):
 
     def _end(self) -> None:
         assert self._ended is not None
+        if self._ended.is_set():
+            return
         self._ended.set()
         if self._failure is not None and self._on_failed is not None:
             self._on_failed(self._failure)

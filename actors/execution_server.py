@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ from paceline.actors.engine.messages import Cancel, Finished, Load, Submit
 from paceline.actors.engine.parameters import FinishReason, SpeculationStats
 from paceline.actors.engine.target_engine import GatewayOutput, TargetEngine
 from paceline.actors.engine_loop import EngineLoop
-from paceline.actors.grammar import GrammarCompiler, prepare_constraint
+from paceline.actors.grammar import GrammarCompiler, is_prepared, prepare_constraint
 from paceline.actors.identity import TargetIdentity
 from paceline.actors.outgoing import PendingCommits
 from paceline.actors.server_stream import ServerStream, StreamEndError, StreamStatus, answering
@@ -34,6 +35,12 @@ LOAD_INTERVAL_SECONDS = 0.1
 """A gateway that has nothing running here hears of a changed load at most this much later."""
 
 
+@dataclass(frozen=True)
+class Preparation:
+    epoch: int
+    task: asyncio.Task[None]
+
+
 @dataclass
 class AttachedGateway:
     """One gateway's stream. A gateway that dials again gets another peer name."""
@@ -43,6 +50,19 @@ class AttachedGateway:
     stream: ServerStream[pb.ExecutionRequest, pb.ExecutionResponse]
     load: Load | None = None
     """The last one it was told."""
+    preparing: dict[str, Preparation] = field(default_factory=dict)
+    """Sequences whose constraint is being compiled, by id."""
+
+    def finish(self, finished: Finished) -> None:
+        """Tell it of a sequence that never came to the engine."""
+        self.pending.add([], [finished])
+        self.stream.mailbox.notify()
+
+    def forget(self, sequence_id: str) -> None:
+        """Give up preparing a sequence, if that is under way."""
+        preparation = self.preparing.pop(sequence_id, None)
+        if preparation is not None:
+            preparation.task.cancel()
 
 
 class ExecutionServicer(pb_grpc.ExecutionServiceServicer):
@@ -143,38 +163,70 @@ class ExecutionServicer(pb_grpc.ExecutionServiceServicer):
         logger.info("gateway %s attached", gateway.peer)
 
         async def on_request(message: pb.ExecutionRequest) -> None:
-            await self._handle(gateway, message)
+            self._handle(gateway, message)
             await self._engine_loop.relieve()
 
         try:
             await gateway.stream.run(on_request)
         finally:
+            for sequence_id in list(gateway.preparing):
+                gateway.forget(sequence_id)
             del self._gateways[gateway.peer]
             self._engine_loop.post(lambda engine: engine.gateway_left(gateway.peer))
             logger.info("gateway %s left", gateway.peer)
 
-    async def _handle(self, gateway: AttachedGateway, message: pb.ExecutionRequest) -> None:
+    def _handle(self, gateway: AttachedGateway, message: pb.ExecutionRequest) -> None:
         peer = gateway.peer
+        received_at = time.monotonic()
         submits: list[Submit] = []
         for proto in message.submits:
             try:
                 submit = wire.submit_from_proto(proto)
-                # Here, not on the engine's thread: a step of everybody would wait for it.
-                await prepare_constraint(self._constraints, submit.sampling.constraint)
-                submits.append(submit)
             except InvalidArgumentError as error:
-                gateway.pending.add([], [_refusal(proto, error)])
-                gateway.stream.mailbox.notify()
-        cancels: list[Cancel] = [wire.cancel_from_proto(item) for item in message.cancels]
+                gateway.finish(_refusal(proto.sequence_id, proto.epoch, error))
+                continue
+            gateway.forget(submit.sequence_id)
+            if is_prepared(self._constraints, submit.sampling.constraint):
+                submits.append(submit)
+            else:
+                # Neither on the engine's thread, where a step of everybody would wait for it, nor here, where
+                # the gateway's other messages would.
+                task = asyncio.create_task(self._submit_prepared(gateway, submit, received_at))
+                gateway.preparing[submit.sequence_id] = Preparation(submit.epoch, task)
+        cancels: list[Cancel] = []
+        for cancel in map(wire.cancel_from_proto, message.cancels):
+            preparation = gateway.preparing.get(cancel.sequence_id)
+            if preparation is None:
+                cancels.append(cancel)
+            elif preparation.epoch == cancel.epoch:
+                gateway.forget(cancel.sequence_id)
+                gateway.finish(
+                    Finished(cancel.sequence_id, cancel.epoch, FinishReason.CANCELLED, SpeculationStats())
+                )
 
         def event(engine: TargetEngine) -> None:
             for submit in submits:
-                engine.submit(peer, submit)
+                engine.submit(peer, submit, received_at)
             for cancel in cancels:
                 engine.cancel(peer, cancel)
 
         if submits or cancels:
             self._engine_loop.post(event)
+
+    async def _submit_prepared(self, gateway: AttachedGateway, submit: Submit, received_at: float) -> None:
+        """Hand a sequence to the engine once its constraint is compiled. Cancelled where nobody wants it."""
+        try:
+            await prepare_constraint(self._constraints, submit.sampling.constraint)
+        except InvalidArgumentError as error:
+            gateway.finish(_refusal(submit.sequence_id, submit.epoch, error))
+        except Exception as error:
+            logger.exception("a constraint could not be compiled")
+            failed = _refusal(submit.sequence_id, submit.epoch, error)
+            gateway.finish(replace(failed, invalid_argument=False))
+        else:
+            self._engine_loop.post(lambda engine: engine.submit(gateway.peer, submit, received_at))
+        # Not where it is cancelled: whoever does that has taken it out, and may have put another one there.
+        del gateway.preparing[submit.sequence_id]
 
     def _tell_load(self) -> None:
         self._load_timer = None
@@ -185,11 +237,11 @@ class ExecutionServicer(pb_grpc.ExecutionServiceServicer):
                 gateway.stream.mailbox.notify()
 
 
-def _refusal(proto: pb.Submit, error: InvalidArgumentError) -> Finished:
-    """A submit that cannot be read fails alone."""
+def _refusal(sequence_id: str, epoch: int, error: Exception) -> Finished:
+    """A submit that cannot be read, or not be compiled, fails alone."""
     return Finished(
-        sequence_id=proto.sequence_id,
-        epoch=proto.epoch,
+        sequence_id=sequence_id,
+        epoch=epoch,
         reason=FinishReason.ERROR,
         speculation=SpeculationStats(),
         error=str(error),

@@ -13,29 +13,24 @@ from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Final, TypeVar
 
-import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from paceline.actors.engine.errors import InvalidArgumentError
-from paceline.actors.engine.parameters import Constraint, ConstraintKind
+from paceline.actors.engine.parameters import Constraint
 from paceline.actors.grammar_matcher import GrammarMatcher
-from paceline.actors.grammar_text import field_of, grammar_of
+from paceline.actors.grammar_text import field_of, grammar_of, is_plain
+from paceline.actors.grammar_trial import PANIC, build, on_large_stack, try_out, what_is_wrong
 from paceline.actors.grammar_vocabulary import GrammarVocabulary, VocabularyLoader
 
 MAX_CACHED_GRAMMARS: Final = 64
-MAX_LEXER_STATES: Final = 20_000
-"""About 2 kB each."""
-MAX_LEXER_FUEL: Final = 100_000
-"""Steps of building the lexer; about 2 ms."""
-MAX_ROW_ITEMS: Final = 4_000
-"""Ways in which a text can go on at one place; an object needs four for each optional property. With so many
-a mask takes some 10 ms, which every sequence of the step waits for."""
-STACK_BYTES: Final = 256 << 20
-"""A grammar is compiled by functions that call themselves for every rule that refers to another one. 64 KiB
-of rules need some tens of MiB, which is more than threads have. Only what is touched takes memory."""
 MAX_REASON_LENGTH: Final = 300
 
 ResultT = TypeVar("ResultT")
+
+
+def is_prepared(compiler: GrammarCompiler | None, constraint: Constraint | None) -> bool:
+    """Whether there is nothing to compile (any more)."""
+    return compiler is None or constraint is None or compiler.is_ready(constraint)
 
 
 async def prepare_constraint(compiler: GrammarCompiler | None, constraint: Constraint | None) -> None:
@@ -135,43 +130,26 @@ def compile_grammar(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher
         InvalidArgumentError: it has none, or is too complex, or no text satisfies it.
     """
     grammar = grammar_of(constraint)
-
-    def build() -> LLMatcher:
-        limits = LLParserLimits(
-            max_items_in_row=MAX_ROW_ITEMS,
-            initial_lexer_fuel=MAX_LEXER_FUEL,
-            max_lexer_states=MAX_LEXER_STATES,
-            verbose_errors=False,
-        )
-        compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        _try_out(compiled)
-        return compiled
-
-    compiled = _run(field_of(constraint), build)
-    if compiled.is_error():
-        reason = _reason(compiled.get_error())
-        raise InvalidArgumentError(field_of(constraint), f"cannot be compiled: {reason}")
-    if not compiled.is_accepting() and not compiled.compute_bitmask().strip(b"\0"):
-        raise InvalidArgumentError(field_of(constraint), "cannot be compiled: no text satisfies it")
+    compiled = _run(field_of(constraint), lambda: build(grammar, tokenizer))
+    if error := what_is_wrong(compiled):
+        raise InvalidArgumentError(field_of(constraint), f"cannot be compiled: {_reason(error)}")
     return compiled
 
 
 @lru_cache(maxsize=MAX_CACHED_GRAMMARS)
 def check_grammar(constraint: Constraint) -> None:
-    """Whether a constraint can be compiled, as far as that can be told without a model.
+    """Whether a constraint can be compiled at a bounded cost, as far as that can be told without a model.
 
     Names of special tokens in a grammar are not looked up; the target that compiles it does. What has passed
-    lately passes at once.
+    lately passes at once. What may be dear is tried out in a process of its own: takes some 0.1 s, up to a
+    second of processor time or two for what is refused.
 
     Raises:
         InvalidArgumentError: it cannot.
     """
-    if constraint.kind is not ConstraintKind.GRAMMAR:
+    if is_plain(constraint):
         compile_grammar(constraint, _BYTES)
-        return
-    grammar = grammar_of(constraint)
-    error = _run(field_of(constraint), lambda: LLMatcher.validate_grammar(grammar))
-    if error and not error.startswith("WARNING"):
+    elif error := try_out(grammar_of(constraint)):
         raise InvalidArgumentError(field_of(constraint), f"cannot be compiled: {_reason(error)}")
 
 
@@ -179,20 +157,11 @@ _BYTES: Final = LLTokenizer("byte", slices=[])
 """One token for each byte."""
 
 
-def _try_out(compiled: LLMatcher) -> None:
-    """Ask for the first masks: some of what is too complex shows only there."""
-    words = np.frombuffer(compiled.compute_bitmask(), dtype=np.uint8)
-    allowed = np.flatnonzero(np.unpackbits(words, bitorder="little"))
-    if len(allowed) and not compiled.is_error() and compiled.try_consume_tokens([int(allowed[0])]):
-        compiled.compute_bitmask()
-        compiled.rollback(1)
-
-
 def _reason(error: str) -> str:
     """The library's reason in one line."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
     first = lines[0] if lines else "unknown error"
-    if first.startswith("panic"):
+    if first.startswith(PANIC):
         # For example a special token where the vocabulary has none at all.
         return "it refers to what this model does not have, or is too complex"
     detail = next((line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")), "")
@@ -201,11 +170,8 @@ def _reason(error: str) -> str:
     return first if len(first) <= MAX_REASON_LENGTH else first[: MAX_REASON_LENGTH - 1] + "…"
 
 
-_stack_size = threading.Lock()
-
-
 def _run(field: str, function: Callable[[], ResultT]) -> ResultT:
-    """Run code of the library on a thread of its own with a stack of ``STACK_BYTES``.
+    """Run code of the library where it has enough stack.
 
     Raises:
         InvalidArgumentError: it failed, of ``field``, besides what ``function`` raises itself.
@@ -220,20 +186,13 @@ def _run(field: str, function: Callable[[], ResultT]) -> ResultT:
             errors.append(error)
 
     try:
-        with _stack_size:
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                thread = threading.Thread(target=run, name="grammar compiler")
-                thread.start()
-            finally:
-                threading.stack_size(before)
+        on_large_stack(run)
     except RuntimeError as error:
         raise InvalidArgumentError(field, f"cannot be compiled at present: {error}") from error
-    thread.join()
     if results:
         return results[0]
     [failure] = errors
     # A failed assertion of the library is no Exception.
     if type(failure).__name__ != "PanicException":
         raise failure
-    raise InvalidArgumentError(field, f"cannot be compiled: {_reason('panic')}") from failure
+    raise InvalidArgumentError(field, f"cannot be compiled: {_reason(PANIC)}") from failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from llguidance import LLMatcher
@@ -18,6 +18,13 @@ MAX_MULTIPLE_OF: Final = 10_000
 """Largest ``multipleOf`` of a schema: the automaton has as many states."""
 MAX_WHITESPACE: Final = 32
 """Most whitespace between two tokens of JSON. Without a bound a model can go on with it for ever."""
+
+SMALL: Final = 1024
+"""Characters. Expressions, and schemas with expressions, that are no longer take some 0.1 s at the most."""
+MEDIUM: Final = 16_384
+"""The same, of schemas without expressions."""
+
+_EXPRESSIONS: Final = {"pattern", "patternProperties", "x-guidance"}
 
 _OPTIONS: Final = '%llguidance {"no_forcing": true}'
 """By default the mask of text that has only one continuation allows only the tokenizer's own split of it. A
@@ -53,14 +60,50 @@ def grammar_of(constraint: Constraint) -> str:
     return f"{rule}\n{_OPTIONS}\n"
 
 
-def _schema(field: str, text: str) -> dict[str, Any]:
+def is_plain(constraint: Constraint) -> bool:
+    """Whether its length bounds what it costs to compile.
+
+    Raises:
+        InvalidArgumentError: as ``grammar_of``.
+    """
+    match constraint.kind:
+        case ConstraintKind.GRAMMAR:
+            return False
+        case ConstraintKind.REGEX:
+            return len(constraint.text) <= SMALL
+        case ConstraintKind.CHOICE:
+            return True
+    schema = _parsed(field_of(constraint), constraint.text)
+    keywords = {keyword for node in _nodes(schema) if isinstance(node, dict) for keyword in node}
+    if "multipleOf" in keywords:
+        return False
+    return len(constraint.text) <= (SMALL if keywords & _EXPRESSIONS else MEDIUM)
+
+
+def _parsed(field: str, text: str) -> object:
     try:
-        schema = json.loads(text, parse_constant=_refuse_constant)
-        _check_schema(field, schema)
+        return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise InvalidArgumentError(field, "is nested too deeply") from None
     except ValueError as error:
         raise InvalidArgumentError(field, f"is not JSON: {error}") from None
+
+
+def _nodes(schema: object) -> Iterator[object]:
+    """The value and all values in it."""
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, dict):
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+
+
+def _schema(field: str, text: str) -> dict[str, Any]:
+    schema = _parsed(field, text)
+    _check_schema(field, schema)
     if schema is True:
         schema = {}
     if schema is False:
@@ -81,21 +124,16 @@ def _refuse_constant(name: str) -> None:
 
 def _check_schema(field: str, schema: object) -> None:
     """Bounds of what a few characters can ask for. Raises: InvalidArgumentError."""
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
+    for node in _nodes(schema):
         if isinstance(node, dict):
             divisor = node.get("multipleOf")
             if isinstance(divisor, int | float) and divisor > MAX_MULTIPLE_OF:
                 raise InvalidArgumentError(
-                    field, f"multipleOf may be at most {MAX_MULTIPLE_OF}, got {divisor:g}"
+                    field, f"multipleOf may be at most {MAX_MULTIPLE_OF}, got {str(divisor)[:20]}"
                 )
             patterns = [node.get("pattern"), *_keys(node.get("patternProperties"))]
             if any(isinstance(item, str) and len(item) > MAX_REGEX_LENGTH for item in patterns):
                 raise InvalidArgumentError(field, f"a pattern may have at most {MAX_REGEX_LENGTH} characters")
-            waiting.extend(node.values())
-        elif isinstance(node, list):
-            waiting.extend(node)
 
 
 def _keys(value: object) -> list[object]:

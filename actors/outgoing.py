@@ -165,6 +165,7 @@ class PendingVerdicts:
                 num_accepted=run[-1].num_accepted + verdict.num_accepted,
                 committed_token_ids=run[-1].committed_token_ids + verdict.committed_token_ids,
                 window=verdict.window,
+                branch_tokens=verdict.branch_tokens,
             )
         else:
             run.append(verdict)
@@ -198,10 +199,16 @@ class PendingCandidates:
         self._candidates: dict[Key, list[Candidates]] = {}
         self._declines: dict[Key, Decline] = {}
         self._step_seconds = 0.0
+        self._step_tokens = self._num_awake = 0
         self._goodbye: str | None = None
 
     def add(
-        self, candidates: Iterable[Candidates], declines: Iterable[Decline], step_seconds: float = 0.0
+        self,
+        candidates: Iterable[Candidates],
+        declines: Iterable[Decline],
+        step_seconds: float = 0.0,
+        step_tokens: int = 0,
+        num_awake: int = 0,
     ) -> None:
         for item in candidates:
             self._add_candidates(item)
@@ -209,7 +216,7 @@ class PendingCandidates:
             key = (decline.sequence_id, decline.epoch)
             self._candidates.pop(key, None)
             self._declines[key] = decline
-        self._step_seconds = step_seconds
+        self._step_seconds, self._step_tokens, self._num_awake = step_seconds, step_tokens, num_awake
 
     def forget(self, sequence_id: str, epoch: int) -> None:
         """The target has closed this placement: nothing of it is worth sending."""
@@ -241,6 +248,8 @@ class PendingCandidates:
             declines=[wire.decline_to_proto(item) for item in self._declines.values()],
             goodbye=None if self._goodbye is None else verification.Goodbye(reason=self._goodbye),
             step_microseconds=max(0, round(self._step_seconds * 1e6)),
+            step_tokens=self._step_tokens,
+            num_awake=self._num_awake,
         )
         self._candidates, self._declines, self._goodbye = {}, {}, None
         return message

@@ -6,22 +6,21 @@ import asyncio
 import logging
 import os
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from paceline.actors import model_spec
-from paceline.actors.channels import ChannelSettings, join_address, server_options
+from paceline.actors.channels import ChannelSettings, bind_free_port, server_options
 from paceline.actors.engine.config import TargetEngineConfig
-from paceline.actors.engine.errors import PacelineError
 from paceline.actors.engine.messages import DraftHello, Load
 from paceline.actors.engine.target_engine import TargetEngine
-from paceline.actors.engine.target_output import TargetOutbox
+from paceline.actors.engine.target_output import TargetOutbox, TargetSnapshot
 from paceline.actors.engine_loop import EngineFailedError, EngineLoop
 from paceline.actors.execution_server import ExecutionServicer
 from paceline.actors.identity import TargetIdentity
-from paceline.actors.model_spec import LoadedModel, ModelSpec
+from paceline.actors.model_spec import Allotment, LoadedModel, Loader, ModelSpec
 from paceline.actors.server_stream import StreamStatus
 from paceline.actors.verification_server import VerificationServicer
 from paceline.protos import execution_pb2_grpc, verification_pb2_grpc
@@ -60,12 +59,6 @@ class TargetOutput:
     fault: str
 
 
-class Loader(Protocol):
-    """How the model is brought up: ``model_spec.load``, or something around it."""
-
-    def __call__(self, spec: ModelSpec, *, max_num_batched_tokens: int) -> LoadedModel: ...
-
-
 class TargetActor:
     """Owns the engine's thread and the gRPC server. Start it once, stop it once."""
 
@@ -79,6 +72,7 @@ class TargetActor:
         self._address = ""
         self._load: Load | None = None
         self._fault = ""
+        self._allotment: Allotment | None = None
         self._drained = asyncio.Event()
         self._stopped = False
 
@@ -99,11 +93,12 @@ class TargetActor:
 
         Raises:
             ModelError: the model cannot be served.
-            PacelineError: the host cannot be bound.
+            PacelineError: the host cannot be bound, or a certificate cannot be read.
         """
         model = await asyncio.to_thread(
             self._load_model, self.spec.model, max_num_batched_tokens=self.spec.engine.max_num_batched_tokens
         )
+        self._allotment = model.allotment
         engine = TargetEngine(model.runner, self.spec.engine, constraints=model.constraints)
         loop = self._start_loop(engine)
         try:
@@ -114,17 +109,12 @@ class TargetActor:
             self._server = grpc.aio.server(options=server_options(self.spec.channels))
             execution_pb2_grpc.add_ExecutionServiceServicer_to_server(self._execution, self._server)  # type: ignore[no-untyped-call]
             verification_pb2_grpc.add_VerificationServiceServicer_to_server(self._verification, self._server)  # type: ignore[no-untyped-call]
-            try:
-                port = self._server.add_insecure_port(join_address(host, 0))
-            except RuntimeError as error:
-                raise PacelineError(
-                    f"cannot listen on {host}: {error}; give an address of this host"
-                ) from None
+            address = bind_free_port(self._server, host, self.spec.channels)
             await self._server.start()
         except BaseException:
             await self.stop(0.0)
             raise
-        self._address = join_address(host, port)
+        self._address = address
         logger.info("target %s serves %s at %s", self.spec.target_id, self.spec.model_name, self._address)
         return self._address
 
@@ -136,6 +126,11 @@ class TargetActor:
         if self._fault:
             raise EngineFailedError(self._fault)
 
+    def fail(self, reason: str) -> None:
+        """Count the target as failed, and end its streams, although its engine may hang in a step."""
+        if self._engine_loop is not None:
+            self._engine_loop.fail(reason)
+
     async def status(self) -> dict[str, Any]:
         """Plain values. Answers after the step in progress; without counters where the engine has failed."""
         status: dict[str, Any] = {
@@ -146,16 +141,25 @@ class TargetActor:
             "num_gateways": self._execution.num_gateways if self._execution else 0,
             "drafts": [asdict(hello) for hello in self.drafts],
             "load": asdict(self._load) if self._load else None,
+            "kv_cache": asdict(self._allotment) if self._allotment else None,
             "error": "",
         }
         try:
             self.health()
-            assert self._engine_loop is not None
-            snapshot = await self._engine_loop.call(lambda engine: engine.snapshot())
+            snapshot = await self.snapshot()
             status["engine"] = asdict(snapshot) | {"hardware": snapshot.hardware.value}
         except EngineFailedError as error:
             status["error"] = str(error)
         return status
+
+    async def snapshot(self) -> TargetSnapshot:
+        """The engine's gauges and counters, after the step in progress.
+
+        Raises: EngineFailedError if there is no engine that could tell.
+        """
+        if self._engine_loop is None:
+            raise EngineFailedError("the target has not been started")
+        return await self._engine_loop.call(lambda engine: engine.snapshot())
 
     def start_draining(self) -> None:
         """Take no new sequences; gateways hear of it with the next load."""

@@ -72,7 +72,13 @@ class VerificationClient:
     def publish(self, output: CandidateOutput) -> None:
         """Send what the engine has for this target."""
         if self.attached:
-            self._pending.add(output.candidates, output.declines, output.step_seconds)
+            self._pending.add(
+                output.candidates,
+                output.declines,
+                output.step_seconds,
+                output.step_tokens,
+                output.num_awake,
+            )
             self._stream.mailbox.notify()
 
     def leave(self, reason: str) -> None:

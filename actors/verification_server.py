@@ -154,12 +154,15 @@ class VerificationServicer(pb_grpc.VerificationServiceServicer):
         peer = draft.peer
         candidates = [wire.candidates_from_proto(item) for item in message.candidates]
         declines = [wire.decline_from_proto(item) for item in message.declines]
-        step_seconds = message.step_microseconds * 1e-6
+        step_seconds, step_tokens = message.step_microseconds * 1e-6, message.step_tokens
+        num_awake = message.num_awake
         received_at = time.monotonic()
 
         def event(engine: TargetEngine) -> None:
             if candidates:
-                engine.candidates(peer, candidates, step_seconds, received_at)
+                engine.candidates(
+                    peer, candidates, step_seconds, received_at, step_tokens=step_tokens, num_awake=num_awake
+                )
             for decline in declines:
                 engine.decline(peer, decline)
 

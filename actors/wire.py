@@ -181,6 +181,8 @@ def submit_to_proto(submit: m.Submit) -> execution.Submit:
         speculation=speculation_to_proto(submit.speculation),
         logprobs=submit.logprobs,
         constraint=constraint_to_proto(submit.sampling.constraint),
+        priority=submit.priority,
+        ttl_milliseconds=None if submit.ttl_seconds is None else round(max(submit.ttl_seconds, 0.0) * 1000),
     )
 
 
@@ -218,6 +220,8 @@ def submit_from_proto(proto: execution.Submit) -> m.Submit:
         ),
         speculation=speculation_from_proto(proto.speculation),
         logprobs=min(proto.logprobs, MAX_LOGPROBS) if proto.HasField("logprobs") else None,
+        priority=proto.priority,
+        ttl_seconds=proto.ttl_milliseconds / 1000 if proto.HasField("ttl_milliseconds") else None,
     )
 
 
@@ -270,6 +274,7 @@ def finished_to_proto(finished: m.Finished) -> execution.Finished:
         cached_prompt_tokens=finished.cached_prompt_tokens,
         invalid_argument=finished.invalid_argument,
         resource_exhausted=finished.resource_exhausted,
+        deadline_exceeded=finished.deadline_exceeded,
     )
 
 
@@ -283,6 +288,7 @@ def finished_from_proto(proto: execution.Finished) -> m.Finished:
         error=proto.error,
         invalid_argument=proto.invalid_argument,
         resource_exhausted=proto.resource_exhausted,
+        deadline_exceeded=proto.deadline_exceeded,
     )
 
 
@@ -350,6 +356,7 @@ def candidates_to_proto(candidates: m.Candidates) -> verification.Candidates:
         token_ids=candidates.token_ids,
         revision=candidates.revision,
         laws=[verification.DraftLaw(token_ids=law.token_ids, weights=law.weights) for law in candidates.laws],
+        prepared=candidates.prepared,
     )
 
 
@@ -361,6 +368,7 @@ def candidates_from_proto(proto: verification.Candidates) -> m.Candidates:
         token_ids=tuple(proto.token_ids),
         revision=proto.revision,
         laws=tuple(m.DraftLaw(tuple(law.token_ids), tuple(law.weights)) for law in proto.laws),
+        prepared=proto.prepared,
     )
 
 
@@ -422,6 +430,7 @@ def verdict_to_proto(verdict: m.Verdict) -> verification.Verdict:
         num_accepted=verdict.num_accepted,
         committed_token_ids=verdict.committed_token_ids,
         window=verdict.window,
+        branch_tokens=verdict.branch_tokens,
     )
 
 
@@ -433,6 +442,7 @@ def verdict_from_proto(proto: verification.Verdict) -> m.Verdict:
         num_accepted=proto.num_accepted,
         committed_token_ids=tuple(proto.committed_token_ids),
         window=proto.window,
+        branch_tokens=proto.branch_tokens,
     )
 
 

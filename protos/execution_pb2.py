@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.protos import generation_pb2 as paceline_dot_protos_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpaceline/protos/execution.proto\x12\x14paceline.internal.v1\x1a paceline/protos/generation.proto\"\xa3\x01\n\x10\x45xecutionRequest\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32\".paceline.internal.v1.GatewayHello\x12-\n\x07submits\x18\x02 \x03(\x0b\x32\x1c.paceline.internal.v1.Submit\x12-\n\x07\x63\x61ncels\x18\x03 \x03(\x0b\x32\x1c.paceline.internal.v1.Cancel\"<\n\x0cGatewayHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"\xd9\x02\n\x06Submit\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x08stopping\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.StoppingParams\x12\x19\n\reos_token_ids\x18\x07 \x03(\x05\x42\x02\x10\x01\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.paceline.v1.SpeculationParams\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12+\n\nconstraint\x18\n \x01(\x0b\x32\x17.paceline.v1.ConstraintB\x0b\n\t_logprobs\",\n\x06\x43\x61ncel\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\xd9\x01\n\x11\x45xecutionResponse\x12\x34\n\x07welcome\x18\x01 \x01(\x0b\x32#.paceline.internal.v1.TargetWelcome\x12\x32\n\tcommitted\x18\x02 \x03(\x0b\x32\x1f.paceline.internal.v1.Committed\x12\x30\n\x08\x66inished\x18\x03 \x03(\x0b\x32\x1e.paceline.internal.v1.Finished\x12(\n\x04load\x18\x04 \x01(\x0b\x32\x1a.paceline.internal.v1.Load\"\x92\x01\n\rTargetWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttarget_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x06 \x01(\r\"\xa4\x01\n\tCommitted\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\x14\n\x08\x61\x63\x63\x65pted\x18\x05 \x03(\x08\x42\x02\x10\x01\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.paceline.v1.PositionLogprobs\"\xf0\x01\n\x08\x46inished\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x06reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x32\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r\x12\x18\n\x10invalid_argument\x18\x07 \x01(\x08\x12\x1a\n\x12resource_exhausted\x18\x08 \x01(\x08\"\x89\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x32q\n\x10\x45xecutionService\x12]\n\x06\x41ttach\x12&.paceline.internal.v1.ExecutionRequest\x1a\'.paceline.internal.v1.ExecutionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpaceline/protos/execution.proto\x12\x14paceline.internal.v1\x1a paceline/protos/generation.proto\"\xa3\x01\n\x10\x45xecutionRequest\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32\".paceline.internal.v1.GatewayHello\x12-\n\x07submits\x18\x02 \x03(\x0b\x32\x1c.paceline.internal.v1.Submit\x12-\n\x07\x63\x61ncels\x18\x03 \x03(\x0b\x32\x1c.paceline.internal.v1.Cancel\"<\n\x0cGatewayHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\ngateway_id\x18\x02 \x01(\t\"\x9f\x03\n\x06Submit\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12-\n\x08stopping\x18\x06 \x01(\x0b\x32\x1b.paceline.v1.StoppingParams\x12\x19\n\reos_token_ids\x18\x07 \x03(\x05\x42\x02\x10\x01\x12\x33\n\x0bspeculation\x18\x08 \x01(\x0b\x32\x1e.paceline.v1.SpeculationParams\x12\x15\n\x08logprobs\x18\t \x01(\rH\x00\x88\x01\x01\x12+\n\nconstraint\x18\n \x01(\x0b\x32\x17.paceline.v1.Constraint\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x1d\n\x10ttl_milliseconds\x18\x0c \x01(\x04H\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x13\n\x11_ttl_milliseconds\",\n\x06\x43\x61ncel\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"\xd9\x01\n\x11\x45xecutionResponse\x12\x34\n\x07welcome\x18\x01 \x01(\x0b\x32#.paceline.internal.v1.TargetWelcome\x12\x32\n\tcommitted\x18\x02 \x03(\x0b\x32\x1f.paceline.internal.v1.Committed\x12\x30\n\x08\x66inished\x18\x03 \x03(\x0b\x32\x1e.paceline.internal.v1.Finished\x12(\n\x04load\x18\x04 \x01(\x0b\x32\x1a.paceline.internal.v1.Load\"\x92\x01\n\rTargetWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttarget_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\x06 \x01(\r\"\xa4\x01\n\tCommitted\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\x14\n\x08\x61\x63\x63\x65pted\x18\x05 \x03(\x08\x42\x02\x10\x01\x12/\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1d.paceline.v1.PositionLogprobs\"\x8b\x02\n\x08\x46inished\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12)\n\x06reason\x18\x03 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x32\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r\x12\x18\n\x10invalid_argument\x18\x07 \x01(\x08\x12\x1a\n\x12resource_exhausted\x18\x08 \x01(\x08\x12\x19\n\x11\x64\x65\x61\x64line_exceeded\x18\t \x01(\x08\"\x89\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x03 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x05 \x01(\r\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x32q\n\x10\x45xecutionService\x12]\n\x06\x41ttach\x12&.paceline.internal.v1.ExecutionRequest\x1a\'.paceline.internal.v1.ExecutionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,19 +45,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GATEWAYHELLO']._serialized_start=257
   _globals['_GATEWAYHELLO']._serialized_end=317
   _globals['_SUBMIT']._serialized_start=320
-  _globals['_SUBMIT']._serialized_end=665
-  _globals['_CANCEL']._serialized_start=667
-  _globals['_CANCEL']._serialized_end=711
-  _globals['_EXECUTIONRESPONSE']._serialized_start=714
-  _globals['_EXECUTIONRESPONSE']._serialized_end=931
-  _globals['_TARGETWELCOME']._serialized_start=934
-  _globals['_TARGETWELCOME']._serialized_end=1080
-  _globals['_COMMITTED']._serialized_start=1083
-  _globals['_COMMITTED']._serialized_end=1247
-  _globals['_FINISHED']._serialized_start=1250
-  _globals['_FINISHED']._serialized_end=1490
-  _globals['_LOAD']._serialized_start=1493
-  _globals['_LOAD']._serialized_end=1630
-  _globals['_EXECUTIONSERVICE']._serialized_start=1632
-  _globals['_EXECUTIONSERVICE']._serialized_end=1745
+  _globals['_SUBMIT']._serialized_end=735
+  _globals['_CANCEL']._serialized_start=737
+  _globals['_CANCEL']._serialized_end=781
+  _globals['_EXECUTIONRESPONSE']._serialized_start=784
+  _globals['_EXECUTIONRESPONSE']._serialized_end=1001
+  _globals['_TARGETWELCOME']._serialized_start=1004
+  _globals['_TARGETWELCOME']._serialized_end=1150
+  _globals['_COMMITTED']._serialized_start=1153
+  _globals['_COMMITTED']._serialized_end=1317
+  _globals['_FINISHED']._serialized_start=1320
+  _globals['_FINISHED']._serialized_end=1587
+  _globals['_LOAD']._serialized_start=1590
+  _globals['_LOAD']._serialized_end=1727
+  _globals['_EXECUTIONSERVICE']._serialized_start=1729
+  _globals['_EXECUTIONSERVICE']._serialized_end=1842
 # @@protoc_insertion_point(module_scope)

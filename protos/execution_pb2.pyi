@@ -26,7 +26,7 @@ class GatewayHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., gateway_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "token_ids", "prompt_length", "sampling", "stopping", "eos_token_ids", "speculation", "logprobs", "constraint")
+    __slots__ = ("sequence_id", "epoch", "token_ids", "prompt_length", "sampling", "stopping", "eos_token_ids", "speculation", "logprobs", "constraint", "priority", "ttl_milliseconds")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,8 @@ class Submit(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -47,7 +49,9 @@ class Submit(_message.Message):
     speculation: _generation_pb2.SpeculationParams
     logprobs: int
     constraint: _generation_pb2.Constraint
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[_generation_pb2.SpeculationParams, _Mapping]] = ..., logprobs: _Optional[int] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ...) -> None: ...
+    priority: int
+    ttl_milliseconds: int
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[_generation_pb2.SpeculationParams, _Mapping]] = ..., logprobs: _Optional[int] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ..., priority: _Optional[int] = ..., ttl_milliseconds: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("sequence_id", "epoch")
@@ -102,7 +106,7 @@ class Committed(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[bool]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "reason", "error", "speculation", "cached_prompt_tokens", "invalid_argument", "resource_exhausted")
+    __slots__ = ("sequence_id", "epoch", "reason", "error", "speculation", "cached_prompt_tokens", "invalid_argument", "resource_exhausted", "deadline_exceeded")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +115,7 @@ class Finished(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INVALID_ARGUMENT_FIELD_NUMBER: _ClassVar[int]
     RESOURCE_EXHAUSTED_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_EXCEEDED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     reason: _generation_pb2.FinishReason
@@ -119,7 +124,8 @@ class Finished(_message.Message):
     cached_prompt_tokens: int
     invalid_argument: bool
     resource_exhausted: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., speculation: _Optional[_Union[_generation_pb2.SpeculationStats, _Mapping]] = ..., cached_prompt_tokens: _Optional[int] = ..., invalid_argument: _Optional[bool] = ..., resource_exhausted: _Optional[bool] = ...) -> None: ...
+    deadline_exceeded: bool
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., speculation: _Optional[_Union[_generation_pb2.SpeculationStats, _Mapping]] = ..., cached_prompt_tokens: _Optional[int] = ..., invalid_argument: _Optional[bool] = ..., resource_exhausted: _Optional[bool] = ..., deadline_exceeded: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_pending_tokens", "free_blocks", "total_blocks", "draining")

@@ -8,18 +8,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DraftMessage(_message.Message):
-    __slots__ = ("hello", "candidates", "declines", "goodbye", "step_microseconds")
+    __slots__ = ("hello", "candidates", "declines", "goodbye", "step_microseconds", "step_tokens", "num_awake")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     DECLINES_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
     STEP_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AWAKE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     candidates: _containers.RepeatedCompositeFieldContainer[Candidates]
     declines: _containers.RepeatedCompositeFieldContainer[Decline]
     goodbye: Goodbye
     step_microseconds: int
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidates, _Mapping]]] = ..., declines: _Optional[_Iterable[_Union[Decline, _Mapping]]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., step_microseconds: _Optional[int] = ...) -> None: ...
+    step_tokens: int
+    num_awake: int
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidates, _Mapping]]] = ..., declines: _Optional[_Iterable[_Union[Decline, _Mapping]]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., num_awake: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "draft_id", "model", "vocabulary_hash", "vocab_size", "capacity", "max_model_len", "method")
@@ -42,20 +46,22 @@ class Hello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., draft_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_hash: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., capacity: _Optional[int] = ..., max_model_len: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
 
 class Candidates(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "base_position", "token_ids", "revision", "laws")
+    __slots__ = ("sequence_id", "epoch", "base_position", "token_ids", "revision", "laws", "prepared")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     LAWS_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     base_position: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     revision: int
     laws: _containers.RepeatedCompositeFieldContainer[DraftLaw]
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., revision: _Optional[int] = ..., laws: _Optional[_Iterable[_Union[DraftLaw, _Mapping]]] = ...) -> None: ...
+    prepared: bool
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., revision: _Optional[int] = ..., laws: _Optional[_Iterable[_Union[DraftLaw, _Mapping]]] = ..., prepared: _Optional[bool] = ...) -> None: ...
 
 class DraftLaw(_message.Message):
     __slots__ = ("token_ids", "weights")
@@ -130,20 +136,22 @@ class Open(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., window: _Optional[int] = ..., prompt_length: _Optional[int] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingParams, _Mapping]] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ..., rule: _Optional[_Union[_generation_pb2.VerificationRule, str]] = ..., draft_seed: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "base_position", "num_accepted", "committed_token_ids", "window")
+    __slots__ = ("sequence_id", "epoch", "base_position", "num_accepted", "committed_token_ids", "window", "branch_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     base_position: int
     num_accepted: int
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     window: int
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., num_accepted: _Optional[int] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ...) -> None: ...
+    branch_tokens: int
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., num_accepted: _Optional[int] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., branch_tokens: _Optional[int] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("sequence_id", "epoch")

@@ -23,6 +23,8 @@ def request(
     logit_bias: Mapping[int, float] | None = None,
     bad_token_ids: Sequence[int] = (),
     constraint: proto.Constraint | None = None,
+    priority: int = 0,
+    timeout_s: float | None = None,
     **sampling: Any,
 ) -> proto.GenerateRequest:
     """A request with one of ``prompt`` and ``token_ids``; ``sampling`` names fields of SamplingParams."""
@@ -37,6 +39,9 @@ def request(
     message.sampling.bad_token_ids.extend(bad_token_ids)
     if constraint is not None:
         message.constraint.CopyFrom(constraint)
+    message.priority = priority
+    if timeout_s is not None:
+        message.timeout_s = timeout_s
     if logprobs is not None:
         message.logprobs = logprobs
     message.speculation.verification = verification

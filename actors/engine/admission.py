@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.messages import Submit
+from paceline.actors.engine.priority import check_priority
 
 
 def check_submit(event: Submit, vocab_size: int, max_model_len: int, kv_capacity_tokens: int) -> None:
@@ -12,6 +13,7 @@ def check_submit(event: Submit, vocab_size: int, max_model_len: int, kv_capacity
     Raises:
         InvalidArgumentError: the field and the allowed range.
     """
+    check_priority(event.priority)
     num_tokens = len(event.token_ids)
     if num_tokens == 0:
         raise InvalidArgumentError("token_ids", "must hold at least one token")

@@ -9,6 +9,8 @@ from paceline.actors.engine.errors import InvalidArgumentError
 
 MAX_SPECULATIVE_TOKENS = 64
 """Largest tail that any configuration or request may ask for."""
+MAX_BRANCHES = 256
+"""Most corrections that a draft may be told to prepare for one sequence."""
 
 
 class Hardware(Enum):
@@ -145,6 +147,9 @@ class DraftEngineConfig:
     """Longest sequence followed, in tokens; None = the model's own."""
     enable_prefix_caching: bool = True
     """Whether sequences share the KV of the blocks with which they begin alike."""
+    max_branches: int = 32
+    """Most likely corrections of a sequence for which a tail is prepared while the target verifies; 0 =
+    none."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -153,6 +158,10 @@ class DraftEngineConfig:
                 "max_num_batched_tokens",
                 f"must be at least max_num_seqs = {self.max_num_seqs} (every sequence drafts one token a "
                 f"step), got {self.max_num_batched_tokens}",
+            )
+        if not 0 <= self.max_branches <= MAX_BRANCHES:
+            raise InvalidArgumentError(
+                "max_branches", f"must be in [0, {MAX_BRANCHES}], got {self.max_branches}"
             )
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)

@@ -13,16 +13,26 @@ from dataclasses import dataclass, field
 
 from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
+from paceline.actors.engine.branches import Branch, Branches, PlannedBranch
 from paceline.actors.engine.config import DraftEngineConfig
 from paceline.actors.engine.constraint import ConstraintCompiler, make_matcher
 from paceline.actors.engine.draft_sampling import BAD_LOGITS, draw_candidates
 from paceline.actors.engine.draft_schedule import MAX_DECODE_TOKENS, PlannedSlice, PrefillPace, plan_step
 from paceline.actors.engine.draft_sequence import DraftSequence, SequenceKey, VerdictError
-from paceline.actors.engine.errors import InvalidArgumentError
+from paceline.actors.engine.errors import InvalidArgumentError, ShardGroupError
+from paceline.actors.engine.estimates import StepCostModel
+from paceline.actors.engine.fan_out import spare_tokens
 from paceline.actors.engine.messages import Candidates, Close, Decline, Open, Verdict
 from paceline.actors.engine.prefix_cache import BlockKey, PrefixCache
 
 logger = logging.getLogger(__name__)
+
+URGENT_SLACK = 1.15
+"""How much longer a step may take for its branches while a chain does not even fill the next verify."""
+SPARE_SLACK = 2.0
+"""The same while all chains do: the draft runs ahead, and only an answer to a verdict is delayed."""
+MEASURED_FACTOR = 4
+"""A step is not made more than so many times larger at once than any that was measured."""
 
 
 @dataclass(slots=True)
@@ -33,6 +43,10 @@ class CandidateOutput:
     declines: list[Decline] = field(default_factory=list)
     step_seconds: float = 0.0
     """Time of the step that made the candidates."""
+    step_tokens: int = 0
+    """Tokens that this step computed, for all targets together."""
+    num_awake: int = 0
+    """Sequences of all targets that the draft has tokens to make for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,12 @@ class DraftSnapshot:
     num_drafted_tokens_total: int
     num_discarded_tokens_total: int
     """Chain tokens thrown away by verdicts."""
+    num_branch_tokens_total: int
+    """Tokens drafted for likely corrections, beside the chains."""
+    num_corrections_total: int
+    """Verdicts that corrected a chain while corrections were being prepared for it."""
+    num_prepared_corrections_total: int
+    """Of those, where the corrected token was among the prepared, and its tail was sent at once."""
     num_prefill_tokens_total: int
     num_prefix_cache_queries_total: int
     """Tokens that were looked for in the prefix cache: a sequence's committed ones when it is begun, once."""
@@ -62,6 +82,8 @@ class DraftSnapshot:
     last_fault: str
     step_seconds: float
     """Time of the last step."""
+    busy_seconds_total: float
+    """Time of the steps that had a chain to go on with."""
 
 
 class DraftEngine:
@@ -93,7 +115,12 @@ class DraftEngine:
         self._sequences: dict[SequenceKey, DraftSequence] = {}
         self._declines: dict[str, list[Decline]] = {}
         self._pace = PrefillPace()
+        self._branches = Branches(self._blocks, config.max_branches)
+        self._step_cost = StepCostModel()
+        self._largest_step = 1
         self._step_seconds = 0.0
+        self._step_tokens = 0
+        self._busy_seconds = 0.0
         self._num_steps = 0
         self._num_turns = 0
         self._num_drafted = 0
@@ -153,11 +180,15 @@ class DraftEngine:
             return
         try:
             self._check_token_ids(event.committed_token_ids)
+            self._num_discarded += self._branches.before_commit(
+                sequence, event.base_position, event.committed_token_ids
+            )
             self._num_discarded += sequence.commit(event.base_position, event.committed_token_ids)
         except VerdictError as error:
             self._drop(sequence, str(error))
             return
         sequence.window = max(0, event.window)
+        self._branches.after_commit(sequence, event.branch_tokens if sequence.window else 0)
         self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)
         self._remember(sequence)
         if sequence.num_committed >= self._max_model_len:
@@ -173,41 +204,57 @@ class DraftEngine:
 
     def has_work(self) -> bool:
         """Whether ``step`` would compute anything."""
-        return any(sequence.wants_token for sequence in self._sequences.values())
+        return any(sequence.wants_token for sequence in self._sequences.values()) or bool(
+            self._branches.wanted and self._plan_branches([])
+        )
 
     def step(self) -> None:
-        """One forward pass over all sequences that have room for another token."""
+        """One forward pass over all sequences that have room for another token, and what branches fit in."""
+        started = self._clock()
         plan = plan_step(
             self._begin_sequences(),
             max_num_batched_tokens=self._config.max_num_batched_tokens,
             prefill_limit=self._pace.limit(),
         )
         plan = self._reserve(plan)
-        if not plan:
+        branches = self._plan_branches(plan)
+        if not plan and not branches:
             return
+        self._branches.begin(branches)
         self._num_steps += 1
-        started = self._clock()
         try:
-            self._compute(plan)
+            self._compute(plan, branches)
+        except ShardGroupError:
+            raise
         except Exception as error:  # whatever a model raises: these sequences go, the draft stays
             logger.exception("a draft step failed")
             self._num_faults += 1
             self._last_fault = f"{type(error).__name__}: {error}"
-            for sequence, _ in plan:
+            computed = [planned.sequence for planned in plan] + [item.branch.sequence for item in branches]
+            for sequence in dict.fromkeys(computed):
                 self._drop(sequence, f"the draft's step failed ({type(error).__name__})")
             return
         self._step_seconds = self._clock() - started
+        self._step_tokens = sum(item.num_tokens for item in plan) + sum(item.num_tokens for item in branches)
+        self._step_cost.record(self._step_tokens, self._step_seconds)
+        self._largest_step = max(self._largest_step, self._step_tokens)
+        if plan:
+            # What is done for branches alone is done in spare time.
+            self._busy_seconds += self._step_seconds
 
     def take_outbox(self) -> dict[str, CandidateOutput]:
         """What each target is to be told since the last call; targets with no news are left out."""
         outbox = {peer: CandidateOutput(declines=declines) for peer, declines in self._declines.items()}
         self._declines = {}
+        num_awake = sum(sequence.wants_token for sequence in self._sequences.values())
         for key, sequence in self._sequences.items():
             candidates = sequence.take_candidates()
             if candidates is not None:
                 output = outbox.setdefault(key.peer, CandidateOutput())
                 output.candidates.append(candidates)
                 output.step_seconds = self._step_seconds
+                output.step_tokens = self._step_tokens
+                output.num_awake = num_awake
         return outbox
 
     def snapshot(self) -> DraftSnapshot:
@@ -221,6 +268,9 @@ class DraftEngine:
             num_steps_total=self._num_steps,
             num_drafted_tokens_total=self._num_drafted,
             num_discarded_tokens_total=self._num_discarded,
+            num_branch_tokens_total=self._branches.num_tokens,
+            num_corrections_total=self._branches.num_corrections,
+            num_prepared_corrections_total=self._branches.num_prepared,
             num_prefill_tokens_total=self._num_prefill,
             num_prefix_cache_queries_total=self._num_prefix_queries,
             num_prefix_cache_hits_total=self._num_prefix_hits,
@@ -229,6 +279,7 @@ class DraftEngine:
             num_faults_total=self._num_faults,
             last_fault=self._last_fault,
             step_seconds=self._step_seconds,
+            busy_seconds_total=self._busy_seconds,
         )
 
     def check_invariants(self) -> None:
@@ -242,7 +293,9 @@ class DraftEngine:
             if sequence.block_table:
                 num_kept = min(sequence.num_computed_tokens, sequence.num_committed)
                 self._cache.check_holder(sequence.prefix, sequence.block_table, num_kept)
-        self._blocks.check_invariants(sequence.block_table for sequence in self._sequences.values())
+        self._branches.check(self._sequences.values())
+        tables = [sequence.block_table for sequence in self._sequences.values()]
+        self._blocks.check_invariants([*tables, *self._branches.tables()])
         self._cache.check_invariants()
         assert len(self._sequences) <= self._config.max_num_seqs
 
@@ -287,9 +340,9 @@ class DraftEngine:
     def _reserve(self, plan: Sequence[PlannedSlice]) -> list[PlannedSlice]:
         """Give every planned slice its blocks; where there are none left, take the cheapest loss.
 
-        First the KV of resting sequences goes (it can be computed again), then, for a sequence that is
-        drafting, sequences still in prefill are declined, youngest first; else the sequence itself is
-        declined. The target goes on without it in any case.
+        First all branches go, then the KV of resting sequences (it can be computed again), then, for a
+        sequence that is drafting, sequences still in prefill are declined, youngest first; else the sequence
+        itself is declined. The target goes on without it in any case.
         """
         reserved: list[PlannedSlice] = []
         for planned in plan:
@@ -304,7 +357,22 @@ class DraftEngine:
                 reserved.append(planned)
         return [planned for planned in reserved if planned.sequence.key in self._sequences]
 
+    def _plan_branches(self, plan: Sequence[PlannedSlice]) -> list[PlannedBranch]:
+        """The branches that this step takes along: as many as hardly slow it down, or, while no chain is in a
+        hurry, as fit into idle time."""
+        if not self._branches.wanted or not self._step_cost.known:
+            return []
+        num_tokens = sum(planned.num_tokens for planned in plan)
+        urgent = any(self._branches.is_urgent(planned.sequence) for planned in plan)
+        limit = min(self._config.max_num_batched_tokens, MEASURED_FACTOR * self._largest_step) - num_tokens
+        spare = spare_tokens(
+            self._step_cost, num_tokens, URGENT_SLACK if urgent else SPARE_SLACK, max(limit, 0)
+        )
+        return self._branches.plan(self._sequences.values(), spare)
+
     def _make_room(self, sequence: DraftSequence) -> bool:
+        if self._branches.drop_all():
+            return True
         for other in self._sequences.values():
             if other.window == 0 and other.block_table:
                 self._blocks.free(other.block_table)
@@ -317,10 +385,10 @@ class DraftEngine:
                     return True
         return False
 
-    def _compute(self, plan: Sequence[PlannedSlice]) -> None:
+    def _compute(self, plan: Sequence[PlannedSlice], branches: Sequence[PlannedBranch]) -> None:
         started = self._clock()
         batch: list[SequenceSlice] = []
-        sampled: list[DraftSequence] = []
+        sampled: list[DraftSequence | Branch] = []
         num_tokens_total = num_prefill = 0
         for sequence, num_tokens in plan:
             start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
@@ -334,6 +402,12 @@ class DraftEngine:
             if sequence.num_missing_tokens > MAX_DECODE_TOKENS:
                 num_prefill += num_tokens
 
+        planned_of = {item.branch: item for item in branches}
+        for item in branches:
+            batch.append(self._branches.slice_of(item))
+            sampled.append(item.branch)
+            num_tokens_total += item.num_tokens
+
         logits = self._runner.forward(batch)
         draws = draw_candidates(logits, sampled)
 
@@ -345,20 +419,30 @@ class DraftEngine:
             sequence.num_computed_tokens += num_tokens
             self._num_turns += 1
             sequence.last_turn = self._num_turns
-        for sequence, token_id, law in draws.chosen:
-            sequence.append(token_id, law)
-        for sequence in draws.stuck:
-            sequence.num_computed_tokens -= 1  # the last token's KV is computed when its successor is drawn
-            sequence.stuck = True
-        for sequence, reason in draws.broken:
+        for drafted, token_id, law, alternatives in draws.chosen:
+            if isinstance(drafted, Branch):
+                self._branches.extend(planned_of[drafted], token_id, alternatives)
+                continue
+            self._num_drafted += 1
+            drafted.append(token_id, law)
+            self._branches.note(drafted, len(drafted.token_ids) - 1, alternatives)
+        for drafted in draws.stuck:
+            if isinstance(drafted, Branch):
+                self._branches.give_up(drafted)
+                continue
+            drafted.num_computed_tokens -= 1  # the last token's KV is computed when its successor is drawn
+            drafted.stuck = True
+        for drafted, reason in draws.broken:
+            if isinstance(drafted, Branch):
+                self._branches.give_up(drafted)
+                continue
             if reason == BAD_LOGITS:
                 # What is wrong may lie in the KV: nobody is to find it again.
-                self._cache.forget(sequence.prefix)
-            self._drop(sequence, reason)
+                self._cache.forget(drafted.prefix)
+            self._drop(drafted, reason)
         for sequence, _ in plan:
             if sequence.block_table:
                 self._remember(sequence)
-        self._num_drafted += len(draws.chosen)
         self._num_prefill += num_prefill
         self._pace.record(self._clock() - started, num_tokens_total - num_prefill, num_prefill)
 
@@ -405,6 +489,7 @@ class DraftEngine:
 
     def _remove(self, sequence: DraftSequence) -> None:
         del self._sequences[sequence.key]
+        self._branches.forget(sequence)
         self._blocks.free(sequence.block_table)
 
     def _forget(self, peer: str) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from paceline.actors.engine.constraint import ConstraintMatcher
 from paceline.actors.engine.errors import PacelineError
 from paceline.actors.engine.messages import Candidates, DraftLaw, Open
+from paceline.actors.engine.noise import revision_seed
 from paceline.actors.engine.parameters import SamplingParams, VerificationRule
 from paceline.actors.engine.prefix_cache import CachedPrefix
 from paceline.actors.engine.processors import LogitProcessors
@@ -44,11 +45,13 @@ class DraftSequence:
         "last_turn",
         "laws",
         "max_model_len",
+        "num_alternatives",
         "num_committed",
         "num_computed_tokens",
         "num_reported",
         "params",
         "prefix",
+        "prepared",
         "processors",
         "revision",
         "rule",
@@ -98,6 +101,10 @@ class DraftSequence:
         """When this sequence was last computed, in turns; no two sequences share a turn."""
         self.stuck = False
         """No token may follow the chain; it rests until the target commits something."""
+        self.num_alternatives = 0
+        """Next-best tokens wanted beside each token that is drawn for the chain."""
+        self.prepared = False
+        """The chain was a branch when the verdict came, and the target was not told of it yet."""
 
     @property
     def num_chain_tokens(self) -> int:
@@ -107,6 +114,17 @@ class DraftSequence:
     def num_missing_tokens(self) -> int:
         """Tokens to compute before the next one can be sampled. At least 1."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def next_position(self) -> int:
+        """Of the token that is drawn next."""
+        return len(self.token_ids)
+
+    @property
+    def law_seed(self) -> int:
+        """Key of the numbers that this revision's tokens are drawn with under the standard and block
+        rules."""
+        return revision_seed(self.draft_seed, self.revision)
 
     @property
     def wants_token(self) -> bool:
@@ -130,6 +148,35 @@ class DraftSequence:
         """Add a sampled token to the chain."""
         self.token_ids.append(token_id)
         self.laws.append(law)
+
+    def first_difference(self, base_position: int, committed: Sequence[int]) -> int | None:
+        """Position of the first chain token that is not what the target committed; None where all that can be
+        compared agree, or the verdict does not fit."""
+        known = self.num_committed - base_position
+        if known < 0:
+            return None
+        end = min(base_position + len(committed), len(self.token_ids))
+        common = _common_length(self.token_ids, self.num_committed, committed[known:])
+        return common if common < end else None
+
+    def adopt(self, position: int, token_ids: Sequence[int], num_computed_tokens: int) -> int:
+        """Replace the chain from ``position`` on by what was prepared for this case.
+
+        Args:
+            num_computed_tokens: of the sequence that results.
+
+        Returns:
+            Chain tokens thrown away.
+        """
+        num_discarded = len(self.token_ids) - position
+        self.token_ids[position:] = token_ids
+        self.laws[position - self.num_committed :] = [None] * len(token_ids)
+        self.num_computed_tokens = num_computed_tokens
+        self.num_reported = max(min(self.num_reported, position), self.num_committed)
+        self.revision += 1
+        self.prepared = True
+        self.stuck = False
+        return num_discarded
 
     def commit(self, base_position: int, committed: Sequence[int]) -> int:
         """Take in what the target committed at ``base_position``; return how many chain tokens were lost.
@@ -166,6 +213,7 @@ class DraftSequence:
         if common < min(end, len(self.token_ids)):
             num_discarded = len(self.token_ids) - common
             self.revision += 1
+            self.prepared = False
             del self.token_ids[common:], self.laws[common - start :]
             self.num_computed_tokens = min(self.num_computed_tokens, common)
             self.num_reported = end
@@ -184,7 +232,10 @@ class DraftSequence:
             return None
         laws = tuple(law for law in self.laws[base_position - self.num_committed :] if law is not None)
         self.num_reported = len(self.token_ids)
-        return Candidates(self.key.sequence_id, self.epoch, base_position, token_ids, self.revision, laws)
+        prepared, self.prepared = self.prepared, False
+        return Candidates(
+            self.key.sequence_id, self.epoch, base_position, token_ids, self.revision, laws, prepared
+        )
 
     def check(self) -> None:
         """Assert the invariants (for tests)."""

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
+from paceline.actors.engine.attached_draft import Answer, Draft, DraftLoad
 from paceline.actors.engine.chain import DraftChain, Received
 from paceline.actors.engine.draft_law import DraftLawError, check_law
-from paceline.actors.engine.estimates import AcceptanceEstimate, RecentMedian
+from paceline.actors.engine.estimates import AcceptanceEstimate
 from paceline.actors.engine.messages import Candidates, Close, DraftHello, Open, Verdict
 from paceline.actors.engine.noise import stay_seed
 from paceline.actors.engine.parameters import VerificationRule
 from paceline.actors.engine.sequence import Drafting, TargetSequence
-from paceline.actors.engine.target_output import DraftOutput, DraftStatus
-
-
-@dataclass(slots=True)
-class DraftLoad:
-    """What ``assign`` and ``even_out`` need to know of a draft."""
-
-    num_sequences: int
-    capacity: int
-
-    @property
-    def share(self) -> float:
-        return self.num_sequences / self.capacity if self.capacity else float("inf")
+from paceline.actors.engine.target_output import DraftOutput
 
 
 def assign(wanting: Iterable[Sequence[str]], loads: Mapping[str, DraftLoad]) -> list[str | None]:
@@ -67,54 +55,6 @@ def even_out(newcomer: str, loads: Mapping[str, DraftLoad]) -> dict[str, int]:
         new.num_sequences += 1
         moves[peer] = moves.get(peer, 0) + 1
     return moves
-
-
-@dataclass(slots=True, eq=False)
-class Draft:
-    peer: str
-    hello: DraftHello
-    sequences: dict[str, TargetSequence] = field(default_factory=dict)
-    step_seconds: RecentMedian = field(default_factory=RecentMedian)
-    response_seconds: RecentMedian = field(default_factory=RecentMedian)
-    """From a verdict to the candidates that answer it: round trip and the draft's next step."""
-    acceptance: AcceptanceEstimate = field(default_factory=lambda: AcceptanceEstimate(decay=0.99))
-
-    @property
-    def load(self) -> DraftLoad:
-        return DraftLoad(len(self.sequences), self.hello.capacity)
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self.step_seconds.value or 0.0
-
-    @property
-    def latency(self) -> float:
-        """Expected time from a verdict to the next candidates; before it was measured, two steps."""
-        return self.response_seconds.value or 2.0 * self.seconds_per_token
-
-    @property
-    def rtt_seconds(self) -> float:
-        """What a fresh start costs beyond the draft's own step."""
-        return max(self.latency - self.seconds_per_token, 0.0)
-
-    def can_follow(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens leaves it room to propose any."""
-        return num_tokens < self.hello.max_model_len
-
-    def status(self) -> DraftStatus:
-        return DraftStatus(
-            peer=self.peer,
-            draft_id=self.hello.draft_id,
-            model=self.hello.model,
-            method=self.hello.method,
-            capacity=self.hello.capacity,
-            num_sequences=len(self.sequences),
-            acceptance=self.acceptance.rate,
-            num_tested_total=self.acceptance.num_trials,
-            num_foretold_total=self.acceptance.num_accepted,
-            step_seconds=self.seconds_per_token,
-            response_seconds=self.response_seconds.value or 0.0,
-        )
 
 
 class DraftBook:
@@ -272,22 +212,28 @@ class DraftBook:
 
     # ------------------------------------------------------------------ what drafts say
 
-    def receive(self, peer: str, sequence: TargetSequence | None, message: Candidates, now: float) -> None:
-        """Take candidates in. Whatever they hold, committed tokens stay what the target's samples say."""
+    def receive(
+        self, peer: str, sequence: TargetSequence | None, message: Candidates, now: float
+    ) -> Answer | None:
+        """Take candidates in. Whatever they hold, committed tokens stay what the target's samples say.
+
+        Returns:
+            How they answer a verdict; None where they answer none.
+        """
         if sequence is None or sequence.epoch != message.epoch:
             self.num_stale += 1
-            return
+            return None
         drafting = sequence.drafting
         if drafting is None or drafting.peer != peer:
             self.num_stale += 1
-            return
+            return None
         token_ids = message.token_ids
         if not token_ids:
-            return
+            return None
         if not self._is_possible(message, sequence.rule):
             self.num_quarantined += 1
             self.close(sequence, bar=True)
-            return
+            return None
         chain = drafting.chain
         started, revision = chain.started, chain.revision
         received = chain.receive(
@@ -301,14 +247,19 @@ class DraftBook:
         )
         drafting.silent = False
         drafting.news_at = now
+        answer: Answer | None = None
         if received is not Received.STALE:
             seconds = drafting.hear(message.base_position, chain.revision != revision, now)
             # The first of a stay comes after a prefill, which is not how long an answer takes.
             if started and seconds is not None and seconds > 0.0:
-                self._drafts[peer].response_seconds.add(seconds)
+                draft = self._drafts[peer]
+                if chain.revision != revision:
+                    draft.preparedness.record(1, int(message.prepared))
+                answer = Answer(seconds, message.prepared)
         if received in (Received.STALE, Received.DIFFERS, Received.GAP):
             # Made before the draft heard of what is committed by now: of use is what answers that.
             self.num_stale += 1
+        return answer
 
     def _is_possible(self, message: Candidates, rule: VerificationRule) -> bool:
         """Whether an honest draft can have sent these tokens and laws."""
@@ -354,8 +305,9 @@ class DraftBook:
             drafting.acceptance.record(num_verified, num_accepted)
             self._drafts[drafting.peer].acceptance.record(num_verified, num_accepted)
 
-    def report(self, sequence: TargetSequence, window: int, now: float) -> None:
-        """Tell the draft what was committed since it was last told, and its window.
+    def report(self, sequence: TargetSequence, window: int, now: float, branch_tokens: int = 0) -> None:
+        """Tell the draft what was committed since it was last told, its window, and how long a tail to
+        prepare for likely corrections.
 
         A draft at rest that is to stay at rest is told nothing: without speculation there is no traffic.
         A sequence that outgrew its draft is taken from it.
@@ -369,6 +321,7 @@ class DraftBook:
             self.close(sequence)
             return
         window = min(window, max_model_len - length, self._max_window)
+        branch_tokens = min(branch_tokens, window)
         known = drafting.reported_length
         if window == drafting.window and (window == 0 or known == length):
             return
@@ -381,6 +334,7 @@ class DraftBook:
                 num_accepted=drafting.num_accepted,
                 committed_token_ids=tuple(sequence.token_ids[known:]),
                 window=window,
+                branch_tokens=branch_tokens,
             )
         )
-        drafting.tell(length, window, now)
+        drafting.tell(length, window, now, branch_tokens)

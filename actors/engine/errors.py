@@ -22,6 +22,11 @@ class ModelError(PacelineError):
     """A model cannot be found, read or served. The text names the remedy."""
 
 
+class ShardGroupError(PacelineError):
+    """A rank of a group is lost or late, or cannot join, or a step broke off on some ranks only: the group
+    cannot go on, and no step of its engine can."""
+
+
 class IncompatibleDraftError(PacelineError):
     """A draft cannot propose for this target, for example because their token maps differ."""
 

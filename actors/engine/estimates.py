@@ -155,3 +155,27 @@ class StepCostModel:
         return max(
             seconds[upper - 1] + slope * (num_tokens - low), seconds[0] * min(num_tokens / sizes[0], 1.0)
         )
+
+
+class DraftStepCost:
+    """How long a draft's steps take, by the tokens that they hold."""
+
+    def __init__(self) -> None:
+        self._cost = StepCostModel()
+        self._largest = 1
+
+    @property
+    def known(self) -> bool:
+        return self._cost.known
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        self._cost.record(num_tokens, seconds)
+        self._largest = max(self._largest, num_tokens)
+
+    def expected(self, num_tokens: int) -> float:
+        """Seconds of a step of ``num_tokens``; 0.0 while nothing is known."""
+        return self._cost(num_tokens)
+
+    def bound(self, num_tokens: int) -> float:
+        """The same for a step that surprises nobody: past the sizes measured, in proportion to its tokens."""
+        return self._cost(num_tokens) * max(num_tokens / self._largest, 1.0)

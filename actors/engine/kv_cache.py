@@ -60,7 +60,7 @@ class PagedKVCache:
         except (RuntimeError, MemoryError) as error:
             raise ModelError(
                 f"the KV cache of {num_blocks} blocks takes {self.num_bytes / 2**30:.2f} GiB, which does not "
-                f"fit on {device}: lower num_blocks"
+                f"fit on {device}: lower kv_cache (its memory or num_blocks)"
             ) from error
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

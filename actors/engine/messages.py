@@ -37,6 +37,10 @@ class Submit:
     speculation: SpeculationParams
     logprobs: int | None = None
     """Top entries to report for each committed token; None = no logprobs."""
+    priority: int = 0
+    """Lower = served earlier."""
+    ttl_seconds: float | None = None
+    """Time to live: the target ends the sequence by itself when it is over. None = no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Finished:
     error: str = ""
     invalid_argument: bool = False
     resource_exhausted: bool = False
+    deadline_exceeded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,8 @@ class Candidates:
     revision: int
     laws: tuple[DraftLaw, ...] = ()
     """One per token under the standard and block rules; none under coupled, and for tokens without a law."""
+    prepared: bool = False
+    """The first tokens of this revision were ready before the verdict that they answer came in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +187,8 @@ class Verdict:
     committed_token_ids: tuple[int, ...]
     """Everything committed since the last verdict. May be empty: then only ``window`` changes."""
     window: int
+    branch_tokens: int = 0
+    """How long a tail it is worth preparing for each likely correction of the chain; 0 = for none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from paceline.actors.engine.attention import ATTENTION_NAME, BACKENDS, PagedBatch, ShapeProbe
 from paceline.actors.engine.attention_plan import StepLayout
 from paceline.actors.engine.batch import SequenceSlice
-from paceline.actors.engine.errors import ModelError
+from paceline.actors.engine.errors import ModelError, ShardGroupError
 from paceline.actors.engine.kv_cache import PagedKVCache, kv_block_bytes
+from paceline.actors.engine.memory import is_out_of_memory
 
 __all__ = ["TransformersRunner", "kv_block_bytes"]
 
@@ -26,13 +29,17 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 _CHECKED_TOKENS = 24
 
+_WARMED_LOGITS = 1024
+"""Rows of logits of the largest step: prompts need one each, but tails one for every token. In float32 a row
+of a large vocabulary takes more than half a MiB."""
+
 
 class TransformersRunner:
     """A ``ModelRunner`` for any ``transformers`` causal LM that takes its attention function by name.
 
     Not thread-safe. Prompt chunks, pending tokens and tails may be mixed in one batch at will: all are
     "tokens to compute". The logits of a sequence do not depend on its neighbours beyond rounding, and with
-    ``deterministic`` on a CPU not at all: the row of a position is the same to the bit whether it was
+    ``deterministic`` not at all: the row of a position is the same to the bit whether it was
     computed alone, in a tail, in a prompt chunk or among other sequences. For that the model must come from
     ``load_model(…, deterministic=True)``; ``is_batch_invariant`` finds out whether it holds.
 
@@ -42,8 +49,10 @@ class TransformersRunner:
         max_model_len: longest sequence; None = what the model was made for.
         device: where the model is.
         attention_backend: "paged", or "reference" (slow, one sequence after the other, in float32).
-        deterministic: see above. Has no effect on other devices.
+        deterministic: see above.
         vocab_size: number of token ids, if the tokenizer says that the output layer is padded; None = all.
+        announce: called with each batch once it has been checked, right before it is computed: so the leader
+            of a shard group tells the other ranks.
 
     Raises:
         ModelError: the model cannot be served in this way, or the cache does not fit.
@@ -60,6 +69,7 @@ class TransformersRunner:
         attention_backend: str = "paged",
         deterministic: bool = True,
         vocab_size: int | None = None,
+        announce: Callable[[Sequence[SequenceSlice]], None] | None = None,
     ) -> None:
         if attention_backend not in BACKENDS:
             raise ValueError(
@@ -72,9 +82,10 @@ class TransformersRunner:
         self._max_model_len = _checked_max_model_len(config, max_model_len)
         self._vocab_size = _checked_vocab_size(config, vocab_size)
         self._reference = attention_backend == "reference"
-        self._deterministic = deterministic and device.type == "cpu"
+        self._deterministic = deterministic
         self._device = device
         self._model = model
+        self._announce = announce
         if config._attn_implementation != ATTENTION_NAME:
             model.set_attn_implementation(ATTENTION_NAME)
         model.eval()
@@ -104,6 +115,11 @@ class TransformersRunner:
         return self._cache.num_blocks
 
     @property
+    def deterministic(self) -> bool:
+        """Whether it was asked for batch-invariant numerics."""
+        return self._deterministic
+
+    @property
     def kv_cache_bytes(self) -> int:
         """Bytes that the KV cache takes."""
         return self._cache.num_bytes
@@ -114,6 +130,7 @@ class TransformersRunner:
 
         Raises:
             ValueError: a slice breaks an invariant; nothing was computed or written.
+            ShardGroupError: with ``announce``, whatever else goes wrong: the ranks are out of step.
         """
         if not batch:
             return torch.empty(0, self._vocab_size, device=self._device)
@@ -122,19 +139,37 @@ class TransformersRunner:
         self._check_blocks(layout)
         token_ids = self._token_ids(batch, layout.num_tokens)
         wanted = _logit_rows(batch, layout)
+        if self._announce is None:
+            return self._compute(layout, token_ids, wanted)
+        self._announce(batch)
+        try:
+            return self._compute(layout, token_ids, wanted)
+        except ShardGroupError:
+            raise
+        except Exception as error:
+            # The other ranks are in the middle of the step, and nothing brings them out of it.
+            raise ShardGroupError(f"the leader's step broke off: {type(error).__name__}: {error}") from error
+
+    def _compute(
+        self,
+        layout: StepLayout,
+        token_ids: torch.Tensor,
+        wanted: np.typing.NDArray[np.int64] | None,
+    ) -> torch.Tensor:
         attention = PagedBatch(self._cache, layout, reference=self._reference)
-        output = self._model(
-            input_ids=token_ids[None],
-            position_ids=layout.positions[None],
-            use_cache=False,
-            logits_to_keep=0 if wanted is None else torch.from_numpy(wanted).to(self._device),
-            paged_batch=attention,
-        )
+        with self._attention_kernels():
+            output = self._model(
+                input_ids=token_ids[None],
+                position_ids=layout.positions[None],
+                use_cache=False,
+                logits_to_keep=0 if wanted is None else torch.from_numpy(wanted).to(self._device),
+                paged_batch=attention,
+            )
         logits: torch.Tensor = output.logits[0]
         if wanted is not None and logits.shape[0] != len(wanted):
             # A model that does not know logits_to_keep returns all rows.
             logits = logits[torch.from_numpy(wanted).to(self._device)]
-        return logits[:, : self._vocab_size].float()
+        return _as_float32(logits[:, : self._vocab_size])
 
     def is_batch_invariant(self) -> bool:
         """Whether logits come out the same to the bit alone, in a tail and among others, as they should with
@@ -167,7 +202,7 @@ class TransformersRunner:
         """Run the largest step once, so that a lack of memory shows at start-up and not under load.
 
         Uses any blocks of the cache: call it before the first sequence. At most as many tokens as the cache
-        holds are run.
+        holds are run, and logits are computed for all of them up to a thousand, as when tails are verified.
 
         Args:
             max_tokens: the most tokens of one step, ``max_num_batched_tokens``.
@@ -180,23 +215,31 @@ class TransformersRunner:
         """
         batch: list[SequenceSlice] = []
         blocks_per_sequence = -(-min(self._max_model_len, max_tokens) // self.block_size)
-        first_block, left = 0, max_tokens
+        first_block, left, logits_left = 0, max_tokens, _WARMED_LOGITS
         while left > 0 and first_block < self.num_blocks:
             table = range(first_block, min(first_block + blocks_per_sequence, self.num_blocks))
             length = min(left, self._max_model_len, len(table) * self.block_size)
-            batch.append(SequenceSlice([0] * length, 0, table, 1))
-            first_block, left = table.stop, left - length
+            num_logits = max(1, min(length, logits_left))
+            batch.append(SequenceSlice([0] * length, 0, table, num_logits))
+            first_block, left, logits_left = table.stop, left - length, logits_left - num_logits
         began = time.monotonic()
         try:
             self.forward(batch).sum().item()
-        except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+        except (RuntimeError, MemoryError, ShardGroupError) as error:
+            if not is_out_of_memory(error.__cause__ or error):
                 raise
             raise ModelError(
                 f"a step of max_num_batched_tokens = {max_tokens} tokens does not fit into the memory of "
-                f"{self._device}: lower max_num_batched_tokens, or num_blocks (now {self.num_blocks})"
+                f"{self._device}: lower max_num_batched_tokens, or kv_cache (now {self.num_blocks} blocks)"
             ) from error
         return time.monotonic() - began
+
+    def _attention_kernels(self) -> contextlib.AbstractContextManager[None]:
+        """On a GPU, for ``deterministic``: only kernels that never divide a row's keys among blocks by how
+        much else there is to do."""
+        if self._deterministic and self._device.type == "cuda":
+            return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        return contextlib.nullcontext()
 
     @torch.inference_mode()
     def _probe(self, config: Any) -> ShapeProbe:
@@ -269,6 +312,18 @@ def _logit_rows(batch: Sequence[SequenceSlice], layout: StepLayout) -> np.typing
     return rows
 
 
+def _as_float32(logits: torch.Tensor) -> torch.Tensor:
+    """The same numbers in float32: ``logits`` itself if it has that type already.
+
+    On a CPU the copy goes to memory of numpy's, which asks for huge pages. Torch's own comes in small ones,
+    and past 32 MB, where the C library hands memory back each time, to touch them anew takes ten times as
+    long as to convert (80 rows of 151,936: 20 ms where huge pages leave 3.5).
+    """
+    if logits.dtype is torch.float32 or logits.device.type != "cpu":
+        return logits.float()
+    return torch.from_numpy(np.empty(tuple(logits.shape), np.float32)).copy_(logits)
+
+
 def _checked_max_model_len(config: Any, wanted: int | None) -> int:
     """The longest sequence the model serves well.
 
@@ -304,10 +359,3 @@ def _checked_vocab_size(config: Any, wanted: int | None) -> int:
             f"the tokenizer has {wanted} tokens but the output layer only {size}: they do not belong together"
         )
     return wanted
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error)
-    return (
-        isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in text or "out of memory" in text
-    )

@@ -7,6 +7,7 @@ were; T(n) = seconds of a target step of n tokens; a round = one step that verif
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,56 @@ def best_num_speculative_tokens(
         rate = expected_tokens(acceptance, num_tokens) / max(seconds, 1e-9)
         if rate > best_rate * (1.0 + 1e-9):
             best, best_rate = num_tokens, rate
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class TailLengths:
+    """Of a draft that runs ahead."""
+
+    fresh: int
+    """To wait for after a correction that was not prepared."""
+    ready: int
+    """To verify where the chain, or a prepared correction, has it ready; 0 = the draft is better at rest."""
+
+
+def best_tail_lengths(
+    acceptance: float,
+    draft_seconds: float,
+    rtt_seconds: float,
+    step_cost: StepCost,
+    max_tokens: int,
+    prepared: float = 0.0,
+    prepared_seconds: float = 0.0,
+) -> TailLengths:
+    """The tails with the most expected tokens per second for a draft that runs ahead.
+
+    Rounds are of two kinds. A *ready* one finds its tail of m there, and takes ``max(m·t_draft, T(m+1))``; a
+    *fresh* one waits for a tail of γ and takes ``RTT + γ·t_draft + T(γ+1)``. The next round is ready if tail
+    and bonus token were as the chain has it (α^(n+1) for a tail of n), or if their correction was prepared.
+    So shorter fresh tails are verified sooner, and leave the chain whole more often. With w ready rounds to
+    each fresh one the rate is ``(E(γ) + w·E(m)) / (t_fresh + w·t_ready)``; all γ <= m are tried.
+
+    Args:
+        prepared: probability that a correction was prepared.
+        prepared_seconds: until a prepared tail is there, and until it is known that there is none.
+    """
+    expected = [expected_tokens(acceptance, n) for n in range(max_tokens + 2)]
+    costs = [step_cost(n + 1) for n in range(max_tokens + 1)]
+    best, best_rate = TailLengths(0, 0), 1.0 / max(costs[0], 1e-9)
+    for ready in range(1, max_tokens + 1):
+        whole = expected[ready + 1] - expected[ready]
+        again = whole + (1.0 - whole) * prepared
+        late = prepared_seconds * (1.0 - whole) * prepared / again
+        ready_seconds = max(ready * draft_seconds, costs[ready]) + late
+        for fresh in range(ready + 1):
+            whole = expected[fresh + 1] - expected[fresh]
+            follows = (whole + (1.0 - whole) * prepared) / max(1.0 - again, 1e-9)
+            fresh_seconds = costs[fresh] + (rtt_seconds + fresh * draft_seconds if fresh else 0.0)
+            seconds = prepared_seconds + fresh_seconds + follows * ready_seconds
+            rate = (expected[fresh] + follows * expected[ready]) / max(seconds, 1e-9)
+            if rate > best_rate * (1.0 + 1e-9):
+                best, best_rate = TailLengths(fresh, ready), rate
     return best
 
 
@@ -146,22 +197,36 @@ def fit_tails(lengths: Sequence[int], budget: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """One decoding sequence with a lively draft."""
+    """One running sequence, as far as it matters for the moment at which a step begins."""
 
     num_ready: int
     """Tail tokens in hand."""
     limit: int
-    """Longest tail worth waiting for."""
+    """Longest tail worth waiting for; ``num_ready``: nothing more is expected."""
     acceptance: float
     first_seconds: float
     """Until the next candidate is expected."""
     gap_seconds: float
     """Between candidates after that."""
+    num_pending: int = 1
+    """Tokens computed besides the tail: the last one committed, or a chunk of a prompt."""
+    prepared: float | None = None
+    """Its whole tail may be ready at the draft, with this probability, and then comes at once; else nothing
+    does. None: it comes one by one."""
+
+    @classmethod
+    def ready(cls, num_ready: int = 0, acceptance: float = 0.0, num_pending: int = 1) -> Awaited:
+        """One that expects nothing, and that every wait delays."""
+        return cls(num_ready, num_ready, acceptance, math.inf, math.inf, num_pending)
+
+    @property
+    def complete(self) -> bool:
+        return self.num_ready >= self.limit
 
 
 def next_arrival(awaited: Sequence[Awaited]) -> float:
     """Seconds until an incomplete tail expects its next candidate; 0.0 where every tail is complete."""
-    return min((max(i.first_seconds, 1e-6) for i in awaited if i.num_ready < i.limit), default=0.0)
+    return min((max(i.first_seconds, 1e-6) for i in awaited if not i.complete), default=0.0)
 
 
 def go_or_wait(awaited: Sequence[Awaited], elapsed: float, step_cost: StepCost) -> float:
@@ -169,28 +234,40 @@ def go_or_wait(awaited: Sequence[Awaited], elapsed: float, step_cost: StepCost) 
 
     Compares the round's rate if it starts now, ``E(tails) / (elapsed + T)``, with its rate at each moment
     when another candidate is expected, ``E(tails then) / (elapsed + wait + T(tails then))``. A first
-    candidate that alone is not worth its wait may be worth it with those that follow.
+    candidate that alone is not worth its wait may be worth it with those that follow. A sequence that expects
+    nothing counts with its one token, or with what its tail promises: each wait delays it, and has to bring
+    the others more than that.
     """
-    if not awaited:
+    coming = Counter(item for item in awaited if not item.complete)
+    if not coming:
         return 0.0
-    first = min(item.first_seconds for item in awaited)
-    gap = max(min(item.gap_seconds for item in awaited), 1e-6)
-    horizon = max(item.limit - item.num_ready for item in awaited)
+    first = min(item.first_seconds for item in coming)
+    gap = max(min(item.gap_seconds for item in coming), 1e-6)
+    horizon = max(item.limit - item.num_ready for item in coming)
+    base_expected = sum(expected_tokens(i.acceptance, i.num_ready) for i in awaited if i.complete)
+    base_tokens = sum(item.num_ready + item.num_pending for item in awaited if item.complete)
 
     def rate(wait: float) -> float:
-        expected, tokens = 0.0, 0
-        for item in awaited:
+        expected, tokens = base_expected, base_tokens
+        for item, count in coming.items():
             arrived = 0
             if wait > 0.0 and wait >= item.first_seconds - 1e-9:
-                arrived = 1 + int((wait - item.first_seconds) / max(item.gap_seconds, 1e-6) + 1e-9)
+                arrived = 1
+                if item.prepared is None:
+                    arrived += int((wait - item.first_seconds) / max(item.gap_seconds, 1e-6) + 1e-9)
             tail = min(item.limit, item.num_ready + arrived)
-            expected += expected_tokens(item.acceptance, tail)
-            tokens += tail + 1
+            if item.prepared is not None and arrived:
+                tail = item.limit
+                expected += count * (1.0 - item.prepared) * (1.0 - expected_tokens(item.acceptance, tail))
+            expected += count * expected_tokens(item.acceptance, tail)
+            tokens += count * (tail + item.num_pending)
         return expected / max(elapsed + wait + step_cost(tokens), 1e-9)
 
     rate_now = rate(0.0)
-    for step in range(horizon):
-        wait = max(first, 1e-6) + step * gap
+    waits = [max(item.first_seconds, 1e-6) for item in coming]
+    if math.isfinite(gap):
+        waits += [max(first, 1e-6) + step * gap for step in range(horizon)]
+    for wait in waits:
         if rate(wait) > rate_now * (1.0 + 1e-9):
             return max(first, 1e-6)
     return 0.0

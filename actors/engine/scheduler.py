@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from paceline.actors.engine.batch import SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.pacing import fit_tails
 from paceline.actors.engine.prefix_cache import BlockKey, PrefixCache
+from paceline.actors.engine.priority import turn_of
 from paceline.actors.engine.sequence import SequenceStatus, TargetSequence
+
+_turn = attrgetter("turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +52,21 @@ class Scheduler:
     are all tokens to compute. Decoding sequences go first, so that a long prompt (computed in chunks of
     what remains of the step) never stalls them.
 
+    Turns: sequences are admitted, computed and given blocks in the order of ``priority.turn_of``: the lower
+    priority number first, equals as they arrived, and whoever waits long enough before everybody. A turn
+    never changes, also not by preemption. So the first one of all that are here is served until it ends,
+    then the next is the first: nobody starves.
+
     Blocks: admission reserves a sequence's known tokens, each step what its pending token and tail need.
-    When they run short tails are shortened first; then the latest admitted sequence is preempted (its KV
-    is computed again later), never the oldest. A sequence that fits into the pool alone always finishes.
+    When they run short tails are shortened first; then the running sequence whose turn is the last is
+    preempted (its KV is computed again later). A sequence that fits into the pool alone always finishes.
 
     Prefixes: an admitted sequence begins with the blocks that the prefix cache has of it. One whose next
     block a running sequence is about to compute is *deferred*: it waits for that block, and those behind it
     are admitted meanwhile only where they leave it its place. What it waits for comes, since the first
     running sequence moves on in every step; if the one that computes it goes, nothing is waited for.
 
-    Invariants: ``running`` is in order of admission; ``waiting`` is in order of arrival and holds no block.
+    Invariants: ``running`` and ``waiting`` are in the order of turns; who waits holds no block.
 
     Args:
         cache: of the same blocks; None: no prefix caching.
@@ -77,7 +86,7 @@ class Scheduler:
         self._deferred: set[TargetSequence] = set()
         self._num_arrivals = 0
         self.running: list[TargetSequence] = []
-        self.waiting: deque[TargetSequence] = deque()
+        self.waiting: list[TargetSequence] = []
         self.num_prefix_queries = 0
         """Tokens of admitted sequences that were looked for in the prefix cache, the first time."""
         self.num_prefix_hits = 0
@@ -88,10 +97,11 @@ class Scheduler:
         """Waiting sequences for which there is no place yet."""
         return len(self.waiting) - len(self._deferred)
 
-    def add(self, sequence: TargetSequence) -> None:
+    def add(self, sequence: TargetSequence, now: float = 0.0) -> None:
+        """Queue a sequence that arrives ``now``."""
         self._num_arrivals += 1
-        sequence.arrival = self._num_arrivals
-        self.waiting.append(sequence)
+        sequence.turn = (turn_of(sequence.priority, now), self._num_arrivals)
+        insort(self.waiting, sequence, key=_turn)
 
     def remove(self, sequence: TargetSequence) -> None:
         """Forget a sequence that is finished, wherever it is, and free its blocks."""
@@ -104,7 +114,7 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def admit(self) -> list[TargetSequence]:
-        """Move waiting sequences to running, first come first served, while limits and blocks allow.
+        """Move waiting sequences to running, in their turns, while limits and blocks allow.
 
         One free block is left for each sequence that runs already: admitting up to the last block would
         only have the newcomer preempted by the others' growth.
@@ -183,7 +193,7 @@ class Scheduler:
 
     def _start(self, sequence: TargetSequence) -> None:
         self.waiting.remove(sequence)
-        self.running.append(sequence)
+        insort(self.running, sequence, key=_turn)
         sequence.status = SequenceStatus.RUNNING
         num_cached = self._cache.take(sequence.prefix, sequence.block_table)
         enough = self._blocks.grow(sequence.block_table, len(sequence.token_ids))
@@ -196,7 +206,8 @@ class Scheduler:
                 self.num_prefix_hits += num_cached
 
     def _reserve_pending_tokens(self) -> list[TargetSequence]:
-        """Give every running sequence a slot for each known token; preempt the latest admitted if short."""
+        """Give every running sequence a slot for each known token; preempt those of the last turns if
+        short."""
         preempted: list[TargetSequence] = []
         index = 0
         while index < len(self.running):
@@ -230,8 +241,4 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         sequence.missing = None
         sequence.status = SequenceStatus.WAITING
-        # It arrived before all that wait, but for a deferred one that it overtook.
-        place = 0
-        while place < len(self.waiting) and self.waiting[place].arrival < sequence.arrival:
-            place += 1
-        self.waiting.insert(place, sequence)
+        insort(self.waiting, sequence, key=_turn)

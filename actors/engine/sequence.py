@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -53,6 +54,8 @@ class Drafting:
     """Where it goes on, having filled its window before it was told of more; None once it did."""
     silent: bool = False
     """It let a deadline pass: not waited for until it is heard of again."""
+    branch_tokens: int = 0
+    """What it was told last: how long a tail to prepare for likely corrections."""
 
     @property
     def owes_answer(self) -> bool:
@@ -60,7 +63,12 @@ class Drafting:
         round trip."""
         return self.chain.broken or self.resumes_at is not None
 
-    def tell(self, length: int, window: int, now: float) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether, as far as is known here, the draft has something to compute for it."""
+        return len(self.chain.token_ids) < self.window or self.branch_tokens > 0
+
+    def tell(self, length: int, window: int, now: float, branch_tokens: int = 0) -> None:
         """It is sent a verdict: ``length`` tokens are committed, and so many more it may hold."""
         if self.chain.started and length + len(self.chain.token_ids) >= self.reported_length + self.window:
             self.resumes_at = max(length, self.reported_length + self.window)
@@ -70,6 +78,7 @@ class Drafting:
         self.reported_length = length
         self.num_accepted = 0
         self.window = window
+        self.branch_tokens = branch_tokens
 
     def hear(self, base_position: int, is_new_revision: bool, now: float) -> float | None:
         """Candidates came that say something of the chain.
@@ -123,8 +132,14 @@ class TargetSequence:
     """While waiting: the first full block that was not found in the prefix cache."""
     cached_prompt_tokens: int | None = None
     """Prompt tokens that were in the prefix cache when it was first admitted; None before."""
-    arrival: int = 0
-    """The scheduler's number for it; later ones arrived later."""
+    priority: int = 0
+    """Lower = served earlier; see ``priority``."""
+    turn: tuple[float, int] = (0.0, 0)
+    """Its place in the scheduler's order: ``turn_of`` it, then the number of its arrival."""
+    deadline: float = math.inf
+    """By the engine's clock: when it is ended by itself, whether anybody cancels it or not."""
+    waiting_since: float = 0.0
+    """By the engine's clock, while waiting: since it arrived or was preempted."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     drafting: Drafting | None = None
     barred_drafts: set[str] = field(default_factory=set)
@@ -145,7 +160,9 @@ class TargetSequence:
         proposer: NgramProposer,
         processors: LogitProcessors | None = None,
         matcher: ConstraintMatcher | None = None,
+        now: float = 0.0,
     ) -> TargetSequence:
+        """``now``: by the engine's clock; its time to live begins."""
         return cls(
             sequence_id=event.sequence_id,
             epoch=event.epoch,
@@ -160,6 +177,8 @@ class TargetSequence:
             matcher=matcher,
             logprobs=event.logprobs,
             rule=event.speculation.rule,
+            priority=event.priority,
+            deadline=math.inf if event.ttl_seconds is None else now + event.ttl_seconds,
         )
 
     @property

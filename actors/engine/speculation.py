@@ -6,15 +6,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from paceline.actors.engine.attached_draft import Draft, NextStep
 from paceline.actors.engine.config import Hardware, TargetEngineConfig
-from paceline.actors.engine.drafts import Draft, DraftBook
-from paceline.actors.engine.estimates import StepCostModel
+from paceline.actors.engine.draft_demand import UNKNOWN_PACE, DraftPace, draft_pays, faded
+from paceline.actors.engine.drafts import DraftBook
+from paceline.actors.engine.estimates import MAX_ACCEPTANCE, StepCostModel
 from paceline.actors.engine.messages import DraftLaw
 from paceline.actors.engine.pacing import (
     Awaited,
     OverlapProbe,
+    TailLengths,
     allocate_tails,
     best_num_speculative_tokens,
+    best_tail_lengths,
     draft_window,
     expected_tokens,
     go_or_wait,
@@ -26,6 +30,8 @@ INITIAL_TAIL = 4
 """Tail asked for while neither step costs nor the draft's pace are known."""
 LATENESS = 2.5
 """A draft that needs so many times longer than usual is late, and no longer waited for."""
+PREPARED_LATENESS = 1.75
+"""A prepared answer that needs so many times longer than usual was not prepared."""
 MIN_DEADLINE_SECONDS = 0.001
 MAX_WAIT_SECONDS = 0.5
 """Nothing is worth a longer pause, however slow the draft says it is."""
@@ -51,8 +57,15 @@ class Speculator:
         self._book = book
         self.step_cost = StepCostModel()
         self.probe = OverlapProbe(config.hardware)
-        self._best_tails: dict[tuple[str, int, int], int] = {}
-        """Memo of one step: (draft, acceptance in 1/64, limit) -> best tail."""
+        self._best_tails: dict[tuple[str, int, int], TailLengths] = {}
+        """Memo of one step: (draft, acceptance in 1/32, limit) -> best tails."""
+        self._pace = UNKNOWN_PACE
+        self._pace_at = 0.0
+        """What drafts were like when there were some last, and when that was."""
+        self.num_draft_turns = 0
+        """Steps of a sequence whose draft had been asked for tokens, and had begun with it."""
+        self.num_late_drafts = 0
+        """Of those, steps that began without any."""
 
     @property
     def initial_window(self) -> int:
@@ -77,6 +90,7 @@ class Speculator:
             if sequence.is_decoding:
                 num_decoding += 1
                 if sequence.tail_limit > 0:
+                    self._note_lateness(sequence)
                     proposal = self._propose_for(sequence)
                     if proposal is not None:
                         proposals[sequence] = proposal
@@ -101,60 +115,74 @@ class Speculator:
 
     def draft_running(self, running: Iterable[TargetSequence]) -> bool:
         """Whether, as far as is known here, a draft has work to do on one of these sequences."""
-        for sequence in running:
-            drafting = sequence.drafting
-            if drafting is not None and len(drafting.chain.token_ids) < drafting.window:
-                return True
-        return False
+        return any(sequence.drafting is not None and sequence.drafting.busy for sequence in running)
 
     def seconds_to_wait(self, running: Sequence[TargetSequence], elapsed: float, now: float) -> float:
         """0.0: start the step now. Else look again after so many seconds, or when candidates arrive.
 
-        A sequence that has nothing to do with drafts at present makes the step start at once: a prompt to
-        compute, no draft, one that is late, one that has not begun, one that is asked for nothing. A
-        sequence whose tail is complete does not: among sequences of lively drafts the round's rate decides,
-        in which its tokens count; a tail of fixed length is waited for whatever the rate. (Going as soon as
-        any tail is complete gave 8 to 12 % fewer tokens per second with 4 and 8 sequences on emulated
-        models.)
+        The round's rate decides, in which every running sequence counts: one with a complete tail with what
+        it promises, one that has nothing to do with drafts at present (a prompt to compute, no draft, one
+        that is late, has not begun or is asked for nothing) with one token. The latter are never held up by
+        more than the time of a step. (Going as soon as any tail is complete gave 8 to 12 % fewer tokens per
+        second with 4 and 8 sequences on emulated models.) A tail of fixed length is waited for whatever the
+        rate, where all have drafts.
         """
         if not self._config.wait_for_drafts or not self.step_cost.known:
             return 0.0
         awaited: list[Awaited] = []
         patience = MAX_WAIT_SECONDS - elapsed
+        num_without = num_growing = 0
+        next_steps = {peer: draft.next_step() for peer, draft in self._book.drafts.items()}
         for sequence in running:
             drafting = sequence.drafting
-            if drafting is None or not sequence.is_decoding:
-                return 0.0
-            draft = self._book.drafts[drafting.peer]
-            chain = drafting.chain
-            num_ready = len(chain.token_ids)
-            limit = min(sequence.tail_target, sequence.tail_limit, drafting.window)
-            if limit == 0 or not chain.started or drafting.silent:
-                return 0.0
-            if num_ready >= limit:
-                awaited.append(Awaited(limit, limit, drafting.acceptance.optimistic, math.inf, 1.0))
+            if drafting is not None and sequence.is_decoding:
+                item, deadline = self._prepared(sequence, drafting, now)
+                if item is not None:
+                    num_growing += 1
+                    patience = min(patience, deadline - now)
+                    awaited.append(item)
+                    continue
+            limit = 0
+            if drafting is not None and sequence.is_decoding and drafting.chain.started:
+                limit = min(sequence.tail_target, sequence.tail_limit, drafting.window)
+            if drafting is None or limit == 0 or drafting.silent:
+                awaited.append(self._without_tail(sequence))
+                num_without += 1
                 continue
-            first, deadline = _expected_and_deadline(drafting, draft, now)
+            # In steps, so that many sequences make few different items.
+            acceptance = math.ceil(drafting.acceptance.optimistic * 64) / 64
+            num_ready = len(drafting.chain.token_ids)
+            if num_ready >= limit:
+                awaited.append(Awaited.ready(limit, acceptance))
+                continue
+            draft = self._book.drafts[drafting.peer]
+            next_step = next_steps[drafting.peer]
+            first, deadline = _expected_and_deadline(drafting, draft, next_step, now)
             if now >= deadline:
                 drafting.silent = True
-                return 0.0
+                awaited.append(self._without_tail(sequence))
+                num_without += 1
+                continue
             proposal = self._propose_for(sequence)
             if proposal is not None and not proposal.from_draft and len(proposal.token_ids) >= limit:
-                return 0.0
+                awaited.append(Awaited.ready(len(proposal.token_ids), proposal.acceptance))
+                continue
+            num_growing += 1
             patience = min(patience, deadline - now)
-            awaited.append(
-                Awaited(num_ready, limit, drafting.acceptance.optimistic, first, draft.seconds_per_token)
-            )
-        if not awaited or patience <= 0.0:
+            awaited.append(Awaited(num_ready, limit, acceptance, first, next_step.expected))
+        if num_without:
+            patience = min(patience, self.step_cost(sum(i.num_pending for i in awaited)) - elapsed)
+        if not num_growing or patience <= 0.0:
             return 0.0
-        if self._config.num_speculative_tokens is not None:
+        if self._config.num_speculative_tokens is not None and not num_without:
             wait = next_arrival(awaited)
         else:
             wait = go_or_wait(awaited, elapsed, self.step_cost)
         if wait == 0.0:
             return 0.0
         # A little longer than expected, so that the usual jitter does not cost another look.
-        return min(patience, wait + 0.5 * min(item.gap_seconds for item in awaited) + MIN_DEADLINE_SECONDS)
+        margin = min([0.5 * item.gap_seconds for item in awaited] + [wait])
+        return min(patience, wait + margin + MIN_DEADLINE_SECONDS)
 
     # ------------------------------------------------------------------ after the step
 
@@ -168,22 +196,89 @@ class Speculator:
         """Tell each sequence's draft what was committed and how far to go from here."""
         num_sequences = len(running)
         run_ahead = self.probe.run_ahead
+        prepares = run_ahead and self.probe.hardware is Hardware.SEPARATE
+        awake: set[str] = set()
         for sequence in running:
             draft = self._book.draft_of(sequence)
             if draft is None:
                 continue
-            best = sequence.tail_target = self._best_tail(sequence, draft, num_sequences)
+            best = self._best_tails_of(sequence, draft, num_sequences)
+            sequence.tail_target = best.fresh
             window = draft_window(
-                best,
+                best.ready,
                 draft.seconds_per_token,
                 draft.rtt_seconds,
-                self.step_cost((best + 1) * num_sequences),
+                self.step_cost((best.ready + 1) * num_sequences),
                 run_ahead,
                 self._config.max_window,
             )
-            self._book.report(sequence, min(window, sequence.tail_room), now)
+            branch_tokens = best.ready if prepares and sequence.shares_noise else 0
+            self._book.report(sequence, min(window, sequence.tail_room), now, branch_tokens)
+            if best.ready:
+                awake.add(draft.peer)
+        for peer, draft in self._book.drafts.items():
+            if draft.sequences and peer not in awake:
+                draft.doubt()
+
+    # ------------------------------------------------------------------ for the size of the draft pool
+
+    def num_wanting_draft(self, running: Sequence[TargetSequence], now: float) -> int:
+        """Of the running sequences those for which a draft pays at this load, whether they have one or not.
+
+        Judged by what drafts are like on average, or were like when there were some last.
+        """
+        drafts = [d for d in self._book.drafts.values() if d.step_cost.known]
+        if drafts:
+            self._pace_at = now
+            self._pace = DraftPace(
+                acceptance=sum(draft.acceptance.optimistic for draft in drafts) / len(drafts),
+                seconds_per_token=sum(draft.seconds_per_token for draft in drafts) / len(drafts),
+                rtt_seconds=sum(draft.rtt_seconds for draft in drafts) / len(drafts),
+            )
+        limits = [sequence.tail_limit for sequence in running if sequence.tail_limit > 0]
+        if self._config.num_speculative_tokens is not None or not self.step_cost.known:
+            return len(limits)
+        pace = faded(self._pace, now - self._pace_at)
+        lock_step = self.probe.hardware is not Hardware.SEPARATE
+        pays = {
+            limit: draft_pays(pace, self.step_cost, len(running), limit, lock_step=lock_step)
+            for limit in set(limits)
+        }
+        return sum(pays[limit] for limit in limits)
 
     # ------------------------------------------------------------------ parts
+
+    def _prepared(
+        self, sequence: TargetSequence, drafting: Drafting, now: float
+    ) -> tuple[Awaited | None, float]:
+        """A sequence whose chain was corrected, while the draft may still turn out to have been prepared for
+        it; and until when it may."""
+        draft = self._book.drafts[drafting.peer]
+        latency = draft.prepared_seconds.value
+        limit = min(drafting.branch_tokens, sequence.tail_limit)
+        if latency is None or limit == 0 or not drafting.chain.broken or not drafting.chain.started:
+            return None, 0.0
+        deadline = drafting.told_at + max(PREPARED_LATENESS * latency, MIN_DEADLINE_SECONDS)
+        if now >= deadline:
+            return None, 0.0
+        acceptance = math.ceil(drafting.acceptance.optimistic * 64) / 64
+        due = abs(drafting.told_at + latency - now)
+        return (
+            Awaited(0, limit, acceptance, due, math.inf, prepared=draft.preparedness.rate),
+            deadline,
+        )
+
+    def _without_tail(self, sequence: TargetSequence) -> Awaited:
+        """A sequence that expects no candidates."""
+        num_pending = min(sequence.num_pending_tokens, self._config.max_num_batched_tokens)
+        return Awaited.ready(num_pending=num_pending)
+
+    def _note_lateness(self, sequence: TargetSequence) -> None:
+        drafting = sequence.drafting
+        if drafting is None or not drafting.chain.started or drafting.window == 0:
+            return
+        self.num_draft_turns += 1
+        self.num_late_drafts += not drafting.chain.token_ids
 
     def _propose_for(self, sequence: TargetSequence) -> Proposal | None:
         """The draft's tail or the lookup's, whichever promises more tokens.
@@ -207,41 +302,62 @@ class Speculator:
                 best = Proposal(lookup, False, acceptance)
         return best
 
-    def _best_tail(self, sequence: TargetSequence, draft: Draft, num_sequences: int) -> int:
+    def _best_tails_of(self, sequence: TargetSequence, draft: Draft, num_sequences: int) -> TailLengths:
         limit = sequence.tail_limit
         if self._config.num_speculative_tokens is not None or limit == 0:
-            return limit
-        if not self.step_cost.known or draft.step_seconds.value is None:
-            return min(limit, INITIAL_TAIL)
+            return TailLengths(limit, limit)
+        if not self.step_cost.known or not draft.step_cost.known:
+            initial = min(limit, INITIAL_TAIL)
+            return TailLengths(initial, initial)
         assert sequence.drafting is not None
-        acceptance = math.ceil(sequence.drafting.acceptance.optimistic * 64)
+        acceptance = math.ceil(sequence.drafting.acceptance.optimistic * 32)
         key = (draft.peer, acceptance, limit)
         best = self._best_tails.get(key)
         if best is None:
-            best = self._best_tails[key] = best_num_speculative_tokens(
-                acceptance / 64,
-                draft.seconds_per_token,
-                draft.rtt_seconds,
-                lambda num_tokens: self.step_cost(num_tokens * num_sequences),
-                limit,
-                lock_step=self.probe.hardware is not Hardware.SEPARATE,
+            best = self._best_tails[key] = self._compute_best_tails(
+                draft, min(acceptance / 32, MAX_ACCEPTANCE), limit, num_sequences
             )
-        if best == 0:
+        if best.ready == 0:
             # At rest nothing is learnt; doubt grows until it is worth another try.
             sequence.drafting.acceptance.fade()
         return best
 
+    def _compute_best_tails(
+        self, draft: Draft, acceptance: float, limit: int, num_sequences: int
+    ) -> TailLengths:
+        def step_cost(num_tokens: int) -> float:
+            return self.step_cost(num_tokens * num_sequences)
 
-def _expected_and_deadline(drafting: Drafting, draft: Draft, now: float) -> tuple[float, float]:
+        pace, rtt = draft.seconds_per_token, draft.rtt_seconds
+        if self.probe.hardware is Hardware.SEPARATE:
+            return best_tail_lengths(
+                acceptance,
+                pace,
+                rtt,
+                step_cost,
+                limit,
+                draft.preparedness.rate,
+                draft.prepared_seconds.value or 0.0,
+            )
+        best = best_num_speculative_tokens(acceptance, pace, rtt, step_cost, limit, lock_step=True)
+        return TailLengths(best, best)
+
+
+def _expected_and_deadline(
+    drafting: Drafting, draft: Draft, next_step: NextStep, now: float
+) -> tuple[float, float]:
     """Seconds until the next candidate is expected, and the moment after which it is late.
 
     A draft that had nothing to do until it was told answers after its response latency; one that is at work
     goes on at its own pace. One that is overdue is expected to take as long again.
     """
-    pace, latency = draft.seconds_per_token, draft.latency
-    due = drafting.news_at + pace
-    deadline = drafting.news_at + max(LATENESS * pace, MIN_DEADLINE_SECONDS)
+    latency = draft.latency
+    # A step larger than any so far may take longer than all of them.
+    bound = next_step.bound
+    due = drafting.news_at + next_step.expected
+    deadline = drafting.news_at + max(LATENESS * bound, MIN_DEADLINE_SECONDS)
     if drafting.owes_answer:
         due = drafting.told_at + latency
-        deadline = max(deadline, drafting.told_at + max(LATENESS * latency, MIN_DEADLINE_SECONDS))
+        longest = LATENESS * max(latency, bound)
+        deadline = max(deadline, drafting.told_at + max(longest, MIN_DEADLINE_SECONDS))
     return abs(due - now), deadline

@@ -14,8 +14,9 @@ from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.config import TargetEngineConfig
 from paceline.actors.engine.constraint import ConstraintCompiler, make_matcher, stop_at_end
+from paceline.actors.engine.deadlines import Deadlines
 from paceline.actors.engine.drafts import DraftBook
-from paceline.actors.engine.errors import InvalidArgumentError
+from paceline.actors.engine.errors import InvalidArgumentError, ShardGroupError
 from paceline.actors.engine.messages import (
     Cancel,
     Candidates,
@@ -57,6 +58,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 STEP_FAILED = "the target could not compute this step"
+TIME_OVER = "the time that the request was given is over"
 
 MEASURED_SIZES = (1, 2, 3, 4, 5, 7, 9)
 """Tokens of the steps that are measured at start-up: one sequence with tails up to the usual limit."""
@@ -96,6 +98,7 @@ class TargetEngine:
         self._speculator = Speculator(config, self._book)
         self._sequences: dict[str, TargetSequence] = {}
         """Live ones (waiting or running), by sequence id."""
+        self._deadlines = Deadlines()
         self._gateways: dict[str, GatewayOutput] = {}
         self._draining = False
         self._fault = ""
@@ -156,12 +159,15 @@ class TargetEngine:
     def step(self) -> None:
         """One pass over everything that is running: plan, forward, verify, update."""
         started = self._clock()
+        self._end_overdue(started)
         self._admit()
         proposals = self._speculator.propose(self._scheduler.running, started - self._round_started)
         plan = self._scheduler.schedule(
             {sequence: proposal.token_ids for sequence, proposal in proposals.items()}
         )
         self._num_preemptions += len(plan.preempted)
+        for sequence in plan.preempted:
+            sequence.waiting_since = started
         if not plan.scheduled:
             return
         draft_running = self._speculator.draft_running(self._scheduler.running)
@@ -176,6 +182,8 @@ class TargetEngine:
                 self._config.logprobs_mode,
                 {sequence: proposal.laws for sequence, proposal in proposals.items() if proposal.laws},
             )
+        except ShardGroupError:
+            raise
         except Exception as error:  # whatever a model raises: these sequences end, the process stays
             self._fail(plan, error)
             return
@@ -188,6 +196,11 @@ class TargetEngine:
         return TargetOutbox(gateways, self._book.take_output())
 
     # ------------------------------------------------------------------ the step's parts
+
+    def _end_overdue(self, now: float) -> None:
+        """A cancellation may be lost on its way; what nobody waits for must end all the same."""
+        for sequence in self._deadlines.passed(self._sequences.values(), now):
+            self._finish(sequence, FinishReason.ERROR, error=TIME_OVER, deadline_exceeded=True)
 
     def _admit(self) -> None:
         self._scheduler.admit()
@@ -280,8 +293,13 @@ class TargetEngine:
 
     # ------------------------------------------------------------------ events of gateways
 
-    def submit(self, peer: str, event: Submit) -> None:
-        """Take a sequence, or answer at once why not. A newer epoch replaces an older one of the same id."""
+    def submit(self, peer: str, event: Submit, received_at: float | None = None) -> None:
+        """Take a sequence, or answer at once why not. A newer epoch replaces an older one of the same id.
+
+        Args:
+            received_at: when it reached this machine, by the engine's clock; None = now. Its waiting and its
+                time to live begin then, also while a step is computing.
+        """
         present = self._sequences.get(event.sequence_id)
         if present is not None:
             if event.epoch <= present.epoch:
@@ -321,6 +339,7 @@ class TargetEngine:
                 resource_exhausted=True,
             )
             return
+        now = self._clock() if received_at is None else received_at
         bound = event.speculation.num_speculative_tokens
         tail_limit = self._config.tail_limit
         sequence = TargetSequence.from_submit(
@@ -330,12 +349,15 @@ class TargetEngine:
             proposer=NgramProposer(self._config.ngram),
             processors=processors,
             matcher=matcher,
+            now=now,
         )
         if not self._scheduler.running:
             self._round_started = self._clock()
+        sequence.waiting_since = now
         self._sequences[sequence.sequence_id] = sequence
+        self._deadlines.watch(sequence)
         self._num_prompt += len(sequence.token_ids)
-        self._scheduler.add(sequence)
+        self._scheduler.add(sequence, now)
         self._admit()
 
     def cancel(self, peer: str, event: Cancel) -> None:
@@ -377,6 +399,8 @@ class TargetEngine:
         messages: Sequence[Candidates],
         step_seconds: float,
         received_at: float | None = None,
+        step_tokens: int = 0,
+        num_awake: int = 0,
     ) -> None:
         """One message of a draft.
 
@@ -384,16 +408,24 @@ class TargetEngine:
             step_seconds: how long the draft's step took that made them; 0.0 where unknown.
             received_at: when they reached this machine, by the engine's clock; None = now. A message that
                 came in while a step was computing would else seem to be late by that step.
+            step_tokens: how many tokens that step computed; 0 where unknown.
+            num_awake: for how many sequences of all targets the draft had tokens to make then.
         """
         draft = self._book.drafts.get(peer)
         if draft is None:
             self._num_stale += len(messages)
             return
-        if step_seconds > 0.0:
-            draft.step_seconds.add(step_seconds)
         now = self._clock() if received_at is None else received_at
-        for message in messages:
+        answers = [
             self._book.receive(peer, self._sequences.get(message.sequence_id), message, now)
+            for message in messages
+        ]
+        draft.hear(
+            step_tokens or max(len(messages), 1),
+            step_seconds,
+            [answer for answer in answers if answer is not None],
+            num_awake,
+        )
 
     def decline(self, peer: str, event: Decline) -> None:
         """A draft cannot serve a sequence: another one may, this one is not asked again."""
@@ -421,9 +453,14 @@ class TargetEngine:
         )
 
     def snapshot(self) -> TargetSnapshot:
+        now = self._clock()
+        running = self._scheduler.running
         return TargetSnapshot(
-            num_running=len(self._scheduler.running),
+            num_running=len(running),
             num_waiting=len(self._scheduler.waiting),
+            queue_seconds=max((now - item.waiting_since for item in self._scheduler.waiting), default=0.0),
+            num_wanting_draft=self._speculator.num_wanting_draft(running, now),
+            num_drafted=sum(sequence.drafting is not None for sequence in running),
             free_blocks=self._blocks.num_free_blocks,
             total_blocks=self._blocks.num_blocks,
             num_cached_blocks=self._cache.num_blocks,
@@ -443,6 +480,9 @@ class TargetEngine:
             num_rounds_total=self._totals.rounds,
             num_draft_tokens_total=self._totals.draft_tokens,
             num_accepted_tokens_total=self._totals.accepted_tokens,
+            num_accepted_per_position_total=tuple(self._totals.accepted_per_position),
+            num_draft_turns_total=self._speculator.num_draft_turns,
+            num_late_drafts_total=self._speculator.num_late_drafts,
             num_lookup_tokens_total=self._num_lookup,
             num_accepted_lookup_tokens_total=self._num_accepted_lookup,
             num_finished_total=self._num_finished,
@@ -480,6 +520,7 @@ class TargetEngine:
         *,
         error: str = "",
         invalid_argument: bool = False,
+        deadline_exceeded: bool = False,
     ) -> None:
         self._drop(sequence)
         self._num_finished += 1
@@ -492,6 +533,7 @@ class TargetEngine:
                 cached_prompt_tokens=sequence.cached_prompt_tokens or 0,
                 error=error,
                 invalid_argument=invalid_argument,
+                deadline_exceeded=deadline_exceeded,
             )
         )
 

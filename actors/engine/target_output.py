@@ -67,6 +67,12 @@ class TargetSnapshot:
 
     num_running: int
     num_waiting: int
+    queue_seconds: float
+    """How long the sequence has been waiting that has waited longest; 0.0 while none waits."""
+    num_wanting_draft: int
+    """Running sequences for which a draft pays at this load, those that have one included."""
+    num_drafted: int
+    """Running sequences that have a draft."""
     free_blocks: int
     total_blocks: int
     num_cached_blocks: int
@@ -100,6 +106,12 @@ class TargetSnapshot:
     """Draft tokens verified, from drafts and from prompt lookup."""
     num_accepted_tokens_total: int
     """Of those, accepted; without corrected and bonus tokens."""
+    num_accepted_per_position_total: tuple[int, ...]
+    """The same by the token's place in its tail, the first one first."""
+    num_draft_turns_total: int
+    """Steps of a sequence whose draft had been asked for tokens, and had begun with it."""
+    num_late_drafts_total: int
+    """Of those, steps that began without any."""
     num_lookup_tokens_total: int
     """Draft tokens verified that came from prompt lookup."""
     num_accepted_lookup_tokens_total: int

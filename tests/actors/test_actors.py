@@ -149,6 +149,39 @@ async def test_a_target_that_stops_lets_its_sequences_end(pool: Any) -> None:
     assert "UNAVAILABLE" in pool.gateway.lost[target.spec.target_id]
 
 
+async def test_a_target_that_drains_is_drafted_for_to_the_end(pool: Any) -> None:
+    target = await pool.target()
+    draft = await pool.draft()
+    client = await pool.client(target)
+    running = asyncio.create_task(pool.generate_all([client], PROMPTS[:2], 300))
+    await pool.until(lambda: pool.gateway.tokens)
+    # As in a service: first it is listed no more, then it is told to stop.
+    del pool.targets[target.spec.target_id]
+    await asyncio.sleep(3 * draft.spec.discovery_seconds)
+    assert [hello.draft_id for hello in target.drafts] == [draft.spec.draft_id]
+    stopping = asyncio.create_task(target.stop(20.0))
+    assert await running == [pool.greedy_reference(prompt, 300) for prompt in PROMPTS[:2]]
+    await stopping
+    await pool.until(lambda: not target.drafts)
+    status = await draft.status()
+    assert status["targets"] == {}
+    assert status["engine"]["num_sequences"] == 0
+
+
+async def test_a_draft_that_stops_hands_its_sequences_to_another_at_once(pool: Any) -> None:
+    target = await pool.target()
+    first, second = await pool.draft(), await pool.draft()
+    client = await pool.client(target)
+    running = asyncio.create_task(pool.generate_all([client], PROMPTS[:2], 300))
+    await pool.until(lambda: pool.gateway.tokens)
+    await first.stop()
+    snapshot = await target.snapshot()
+    (left,) = snapshot.drafts
+    assert left.draft_id == second.spec.draft_id
+    assert left.num_sequences == snapshot.num_running == snapshot.num_drafted == 2
+    assert await running == [pool.greedy_reference(prompt, 300) for prompt in PROMPTS[:2]]
+
+
 async def test_a_target_that_stops_at_once_gives_every_stream_a_status(pool: Any) -> None:
     target = await pool.target()
     draft = await pool.draft()

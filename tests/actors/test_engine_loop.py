@@ -164,6 +164,39 @@ async def test_a_step_that_hangs_is_noticed() -> None:
     await loop.stop()
 
 
+async def test_a_step_that_hangs_can_be_given_up() -> None:
+    engine, published, failures = Counter(), [], []
+    hangs, free = threading.Event(), threading.Event()
+
+    def step() -> None:
+        hangs.set()
+        free.wait(10.0)
+        engine.left = 0
+        engine.output.append(1)
+
+    engine.step = step  # type: ignore[method-assign]
+    loop = _loop(engine, published, failures.append)
+    loop.start()
+    loop.post(lambda counter: counter.add(1))
+    await asyncio.to_thread(hangs.wait)
+    waiting = asyncio.create_task(loop.call(lambda counter: None))
+    await asyncio.sleep(0)
+    loop.fail("a rank is lost")
+    loop.fail("again")
+    with pytest.raises(EngineFailedError, match="a rank is lost"):
+        await waiting
+    with pytest.raises(EngineFailedError, match="a rank is lost"):
+        loop.check(60.0)
+    async with asyncio.timeout(1.0):
+        await loop.stop()
+    assert [str(failure) for failure in failures] == ["the counter failed: a rank is lost"]
+    free.set()
+    await until(lambda: not any(thread.name == "counter" for thread in threading.enumerate()))
+    await asyncio.sleep(0)
+    assert published == [], "what comes after the end is not published"
+    assert len(failures) == 1
+
+
 async def test_a_flood_of_events_holds_its_reader() -> None:
     engine = Counter()
     loop = _loop(engine, [])

@@ -6,8 +6,6 @@ import itertools
 import json
 import random
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -410,6 +408,7 @@ BAD = (
     ("json_schema", '{"$ref": "http://example.com/x"}', "cannot be compiled: .*example"),
     ("json_schema", '{"type": "integer", "minimum": 3, "maximum": 2}', "cannot be compiled: .*Unsatisfiable"),
     ("json_schema", '{"type": "integer", "multipleOf": 1000003}', "multipleOf may be at most 10000"),
+    ("json_schema", '{"multipleOf": 1%s}' % ("0" * 400), "multipleOf may be at most 10000, got 1000"),
     ("json_schema", '{"type": "string", "pattern": "%s"}' % ("a" * 8193), "a pattern may have at most 8192"),
     ("json_schema", '{"items":' * 30000 + "{}" + "}" * 30000, "nested too deeply|is not JSON"),
     ("regex", "(", "cannot be compiled: unclosed group"),
@@ -440,7 +439,7 @@ def test_a_bad_constraint_is_refused_with_its_field_and_a_short_reason(
     assert caught.value.field == f"constraint.{kind}"
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
-    if "nothing" not in given and "b: a" not in given:
+    if "nothing" not in given:
         # Without a vocabulary as well.
         with pytest.raises(InvalidArgumentError, match=reason) as caught:
             check_grammar(bad)
@@ -452,46 +451,9 @@ def test_good_constraints_pass_without_a_vocabulary(given: Constraint) -> None:
     check_grammar(given)
 
 
-def test_special_tokens_are_not_looked_up_without_a_vocabulary() -> None:
-    check_grammar(constraint("grammar", "start: <|any|>"))
-
-
-DEEP = """
-import sys, json, threading
-from paceline.actors.engine.parameters import Constraint, ConstraintKind
-from paceline.actors.grammar import GrammarCompiler, check_grammar
-from paceline.actors.grammar_vocabulary import emulated
-names = [f"{i:x}" for i in range(6000)]
-chains = [
-    ("grammar", "start: r0\\n" + "".join(f"r{a}:r{b}\\n" for a, b in zip(names, names[1:]))
-        + f'r{names[-1]}: "a"'),
-    ("grammar", "start: R0\\n" + "".join(f'R{i}: "a"(R{i+1}|"b")\\n' for i in range(2500)) + 'R2500: "a"'),
-    ("json_schema", json.dumps({"$ref": "#/$defs/0", "$defs": {
-        **{f"{i}": {"items": {"$ref": f"#/$defs/{i+1}"}} for i in range(1400)}, "1400": {"type": "null"}}})),
-]
-compiler = GrammarCompiler(lambda: emulated(256), 256)
-def use():
-    for kind, text in chains:
-        assert len(text) <= 65536, len(text)
-        constraint = Constraint(ConstraintKind(kind), text)
-        check_grammar(constraint)
-        matcher = compiler.matcher(constraint, ())
-        matcher.masks([97] * 8)
-        matcher.advance([])
-threading.stack_size(1 << 20)
-thread = threading.Thread(target=use)
-thread.start()
-thread.join()
-print("alive")
-"""
-
-
-def test_rules_that_refer_to_rules_do_not_exhaust_the_stack() -> None:
-    """Within the length that a request may have. In a process of its own: this is how it would end."""
-    done = subprocess.run(
-        [sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")
+@pytest.mark.parametrize("given", ["<|any|>", "<[300]>", "<any> <[5-7,200000]>", '"<|any|>" <[^3]>'])
+def test_special_tokens_are_not_looked_up_without_a_vocabulary(given: str) -> None:
+    check_grammar(constraint("grammar", f"start: {given}"))
 
 
 def test_a_constraint_that_becomes_too_complex_is_an_error_where_it_does() -> None:

@@ -11,14 +11,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from paceline.actors import wire
+from paceline.actors import execution_server, wire
 from paceline.actors.channels import PROTOCOL_VERSION, ChannelSettings
 from paceline.actors.client_stream import PeerLostError
+from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.messages import Committed, Load
-from paceline.actors.engine.parameters import FinishReason
+from paceline.actors.engine.parameters import Constraint, ConstraintKind, FinishReason
 from paceline.actors.engine.target_engine import GatewayOutput
 from paceline.actors.vocabulary import emulated_vocabulary_hash
 from paceline.protos import execution_pb2, execution_pb2_grpc, verification_pb2, verification_pb2_grpc
+from tests.actors.link import Link
 
 VOCABULARY = emulated_vocabulary_hash(256)
 
@@ -244,6 +246,63 @@ async def test_a_bad_submit_fails_alone(pool: Any) -> None:
     assert finished["outside"].invalid_argument
 
 
+async def test_a_constraint_that_is_being_compiled_holds_up_nobody_else(
+    pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a cancel of its own; and where it cannot be compiled, or not well, only its sequence fails."""
+    asked: list[str] = []
+    may_go_on = asyncio.Event()
+
+    async def compile_slowly(compiler: Any, constraint: Any) -> None:
+        asked.append(constraint.text)
+        await may_go_on.wait()
+        if constraint.text == "bad":
+            raise InvalidArgumentError("constraint.regex", "is bad")
+        if constraint.text == "fault":
+            raise OSError("no more threads")
+
+    monkeypatch.setattr(execution_server, "is_prepared", lambda compiler, constraint: constraint is None)
+    monkeypatch.setattr(execution_server, "prepare_constraint", compile_slowly)
+    target = await pool.target()
+
+    def constrained(name: str) -> Any:
+        constraint = Constraint(ConstraintKind.REGEX, name)
+        return wire.submit_to_proto(pool.make_submit(name, [1, 2, 3], 5, constraint=constraint))
+
+    plain = wire.submit_to_proto(pool.make_submit("plain", [1, 2, 3], 5))
+    finished: dict[str, Any] = {}
+
+    async def until_finished(call: Any, *names: str) -> None:
+        async with asyncio.timeout(10.0):
+            while not finished.keys() >= set(names):
+                finished.update((item.sequence_id, item) for item in (await call.read()).finished)
+
+    async with raw_gateway(target, gateway_hello()) as call:
+        await call.read()
+        submits = [constrained(name) for name in ("aaa", "unwanted", "bad", "fault")]
+        await call.write(execution_pb2.ExecutionRequest(submits=[*submits, plain]))
+        await until_finished(call, "plain")
+        unwanted = execution_pb2.Cancel(sequence_id="unwanted", epoch=0)
+        await call.write(execution_pb2.ExecutionRequest(cancels=[unwanted]))
+        await until_finished(call, "unwanted")
+        assert sorted(asked) == ["aaa", "bad", "fault", "unwanted"]
+        assert finished.keys() == {"plain", "unwanted"}
+        may_go_on.set()
+        await until_finished(call, "aaa", "bad", "fault")
+    reasons = {name: wire.finish_reason_from_proto(item.reason) for name, item in finished.items()}
+    assert reasons == {
+        "plain": FinishReason.LENGTH,
+        "unwanted": FinishReason.CANCELLED,
+        "aaa": FinishReason.STOP,
+        "bad": FinishReason.ERROR,
+        "fault": FinishReason.ERROR,
+    }
+    assert (finished["bad"].invalid_argument, finished["bad"].error) == (True, "constraint.regex: is bad")
+    assert (finished["fault"].invalid_argument, finished["fault"].error) == (False, "no more threads")
+    status = await target.status()
+    assert status["engine"]["num_running"] == status["engine"]["num_waiting"] == 0
+
+
 async def test_a_gateway_that_goes_takes_its_sequences_along(pool: Any) -> None:
     target = await pool.target()
     watching = await pool.client(target)
@@ -292,47 +351,6 @@ async def test_pings_on_an_idle_stream_are_allowed(pool: Any) -> None:
     assert client.attached
     assert [item["attached"] for item in (await draft.status())["targets"].values()] == [True]
     assert await pool.generate_all([client], [[1, 2, 3]]) == [pool.greedy_reference([1, 2, 3])]
-
-
-class Link:
-    """A TCP link that can be cut without a word to either side."""
-
-    def __init__(self, address: str) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
-        self._server: asyncio.Server | None = None
-        self._open = asyncio.Event()
-        self._open.set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: list[asyncio.StreamWriter] = []
-
-    async def __aenter__(self) -> "Link":
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._writers:
-            writer.close()
-
-    def cut(self) -> None:
-        self._open.clear()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
-        self._writers += [writer, far_writer]
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            self._tasks.add(asyncio.create_task(self._carry(source, sink)))
-
-    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        while data := await source.read(65536):
-            await self._open.wait()
-            sink.write(data)
 
 
 async def test_a_silently_lost_peer_is_noticed_on_both_sides(pool: Any) -> None:

@@ -95,6 +95,8 @@ def submits(draw: st.DrawFn) -> m.Submit:
         stopping=draw(STOPPING),
         speculation=draw(SPECULATION),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        priority=draw(st.integers(-100, 100)),
+        ttl_seconds=draw(st.none() | st.integers(0, 2**40).map(lambda milliseconds: milliseconds / 1000)),
     )
 
 
@@ -132,6 +134,7 @@ def test_committed_round_trip(item: m.Committed) -> None:
         error=st.text(max_size=50),
         invalid_argument=st.booleans(),
         resource_exhausted=st.booleans(),
+        deadline_exceeded=st.booleans(),
     )
 )
 def test_finished_round_trip(item: m.Finished) -> None:
@@ -154,7 +157,16 @@ def test_hello_round_trip(item: m.DraftHello, vocabulary: bytes) -> None:
 
 
 @given(
-    st.builds(m.Candidates, IDS, UINT32, UINT32, ANY_TOKEN_IDS, UINT32, st.lists(LAWS, max_size=5).map(tuple))
+    st.builds(
+        m.Candidates,
+        IDS,
+        UINT32,
+        UINT32,
+        ANY_TOKEN_IDS,
+        UINT32,
+        st.lists(LAWS, max_size=5).map(tuple),
+        st.booleans(),
+    )
 )
 def test_candidates_round_trip(item: m.Candidates) -> None:
     encoded = verification.Candidates.FromString(wire.candidates_to_proto(item).SerializeToString())
@@ -188,7 +200,7 @@ def test_open_round_trip(item: m.Open) -> None:
     assert wire.open_from_proto(encoded) == item
 
 
-@given(st.builds(m.Verdict, IDS, UINT32, UINT32, UINT32, ANY_TOKEN_IDS, UINT32))
+@given(st.builds(m.Verdict, IDS, UINT32, UINT32, UINT32, ANY_TOKEN_IDS, UINT32, UINT32))
 def test_verdict_round_trip(item: m.Verdict) -> None:
     assert wire.verdict_from_proto(wire.verdict_to_proto(item)) == item
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -253,7 +254,8 @@ class Network:
     def join_runner(self, runner: ModelRunner, *, capacity: int = 16, max_model_len: int = 256) -> str:
         self._joined += 1
         peer = f"draft-{self._joined}"
-        engine = DraftEngine(runner, DraftEngineConfig(max_num_seqs=capacity), constraints=self.constraints)
+        config = DraftEngineConfig(max_num_seqs=capacity)
+        engine = DraftEngine(runner, config, self.draft_clock, constraints=self.constraints)
         engine.target_joined("target", self.target_vocab_size)
         self.drafts[peer] = engine
         self.to_draft[peer] = deque()
@@ -268,6 +270,7 @@ class Network:
     target_vocab_size = 32
     constraints: ConstraintCompiler | None = None
     """Of the drafts."""
+    draft_clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def leave(self, peer: str) -> None:
         self.drafts.pop(peer).target_left("target")

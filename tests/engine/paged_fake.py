@@ -94,5 +94,6 @@ def verdict(
     window: int = 4,
     epoch: int = 1,
     accepted: int = 0,
+    branch_tokens: int = 0,
 ) -> Verdict:
-    return Verdict(sequence_id, epoch, base, accepted, tuple(token_ids), window)
+    return Verdict(sequence_id, epoch, base, accepted, tuple(token_ids), window, branch_tokens)

@@ -22,12 +22,17 @@ from transformers.activations import ACT2FN
 
 from paceline.actors.engine.batch import SequenceSlice
 from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
-from paceline.actors.engine.elementwise import AlignedActivation, shares_are_whole_vectors
+from paceline.actors.engine.elementwise import (
+    AlignedActivation,
+    align_activations,
+    shares_are_whole_vectors,
+)
 from paceline.actors.engine.key_tiles import cut_at_key_ranges, key_ranges
 from paceline.actors.engine.loading import load_model
 from paceline.actors.engine.messages import Submit
 from paceline.actors.engine.model_runner import TransformersRunner
 from paceline.actors.engine.packed_linear import PackedLinear, can_pack_linears, single_row_is_alike
+from paceline.actors.engine.row_tiles import tile_rows
 from paceline.actors.engine.target_engine import TargetEngine
 from tests.engine.fakes import Network, make_submit
 from tests.engine.models import FAMILIES, VOCAB_SIZE
@@ -183,6 +188,30 @@ def test_without_the_switch_rows_differ(folder: Path) -> None:
     )
     assert len(_differences(runner)) > 3
     assert not runner.is_batch_invariant()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_tiles_do_not_depend_on_their_step(folder: Path, dtype: torch.dtype) -> None:
+    """The way of other devices, over this one's plain layers."""
+    model = load_model(str(folder), dtype, CPU, pack_weights=False, deterministic=False)
+    assert tile_rows(model) > 10
+    align_activations(model)
+    runner = TransformersRunner(model, num_blocks=400, block_size=BLOCK_SIZE, device=CPU)
+    assert _differences(runner, "token by token", "everything mixed") == {}
+    assert runner.is_batch_invariant()
+
+
+def test_tiles_leave_the_results_as_they_are(folder: Path) -> None:
+    plain, tiled = (
+        load_model(str(folder), torch.float32, CPU, pack_weights=False, deterministic=False) for _ in range(2)
+    )
+    tile_rows(tiled)
+    batch = [SequenceSlice(_tokens(150, 1), 0, range(10), 150), SequenceSlice(_tokens(3, 2), 0, [11], 1)]
+    logits = [
+        TransformersRunner(model, num_blocks=12, block_size=BLOCK_SIZE, device=CPU).forward(batch)
+        for model in (plain, tiled)
+    ]
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=0.0)
 
 
 def test_soft_cap_is_batch_invariant_too(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from paceline.actors.engine.messages import Candidates, Close
 from paceline.actors.engine.parameters import SamplingParams
 from tests.engine.paged_fake import VOCAB_SIZE, PagedFake, chain_after, opened, verdict
 
+MAX_WINDOW = 6
+
 
 @dataclass
 class Mirror:
@@ -26,14 +28,19 @@ class Mirror:
     revision: int = 0
     chain: list[int] = field(default_factory=list)
     """Tokens past ``committed`` that the draft has told."""
+    num_corrections: int = 0
+    """By how much the revision may have risen unheard."""
 
     def told(self, message: Candidates) -> None:
-        assert message.revision == self.revision
+        # A branch takes the chain's place, and may be corrected by the same verdict.
+        assert min(self.num_corrections, 1) <= message.revision - self.revision <= self.num_corrections
+        self.revision, self.num_corrections = message.revision, 0
         assert message.base_position == len(self.committed) + len(self.chain)
         for token_id in message.token_ids:
             assert [token_id] == chain_after([*self.committed, *self.chain], self.params, 1)
             self.chain.append(token_id)
-        assert len(self.chain) <= self.window
+        # A tail that was prepared while the window was wider is told whole.
+        assert len(self.chain) <= max(self.window, MAX_WINDOW)
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -46,7 +53,11 @@ class Interleavings(RuleBasedStateMachine):
     @initialize(num_blocks=st.sampled_from([24, 400]))
     def start(self, num_blocks: int) -> None:
         self.runner = PagedFake(num_blocks=num_blocks, block_size=2, max_model_len=96)
-        self.engine = DraftEngine(self.runner, DraftEngineConfig(max_num_seqs=4, max_num_batched_tokens=24))
+        self.engine = DraftEngine(
+            self.runner,
+            DraftEngineConfig(max_num_seqs=4, max_num_batched_tokens=24, max_branches=8),
+            lambda: 0.0,
+        )
         self.mirrors: dict[tuple[str, str], Mirror] = {}
         self.epoch = 0
         for peer in ("t", "u"):
@@ -63,7 +74,7 @@ class Interleavings(RuleBasedStateMachine):
         peer=st.sampled_from(["t", "u"]),
         name=st.sampled_from(["a", "b", "c"]),
         prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40),
-        window=st.integers(0, 6),
+        window=st.integers(0, MAX_WINDOW),
         temperature=st.sampled_from([0.0, 1.0]),
     )
     def open(self, peer: str, name: str, prompt: list[int], window: int, temperature: float) -> None:
@@ -74,8 +85,14 @@ class Interleavings(RuleBasedStateMachine):
         self.engine.open(peer, opened(name, prompt, window=window, params=params, epoch=self.epoch))
         self.listen()
 
-    @rule(data=st.data(), accepted=st.integers(0, 6), extra=st.integers(0, 4), window=st.integers(0, 6))
-    def judge(self, data: st.DataObject, accepted: int, extra: int, window: int) -> None:
+    @rule(
+        data=st.data(),
+        accepted=st.integers(0, MAX_WINDOW),
+        extra=st.integers(0, 4),
+        window=st.integers(0, MAX_WINDOW),
+        branch_tokens=st.integers(0, MAX_WINDOW),
+    )
+    def judge(self, data: st.DataObject, accepted: int, extra: int, window: int, branch_tokens: int) -> None:
         self.listen()
         if not self.mirrors:
             return
@@ -85,12 +102,15 @@ class Interleavings(RuleBasedStateMachine):
         ids = st.one_of(st.integers(0, VOCAB_SIZE - 1), st.sampled_from(mirror.chain or [0]))
         committed = [*head, *data.draw(st.lists(ids, min_size=extra, max_size=extra))]
         base = len(mirror.committed)
-        self.engine.verdict(peer, verdict(name, base, committed, window=window, epoch=mirror.epoch))
+        self.engine.verdict(
+            peer,
+            verdict(name, base, committed, window=window, epoch=mirror.epoch, branch_tokens=branch_tokens),
+        )
         common = min(len(committed), len(mirror.chain))
         if committed[:common] == mirror.chain[:common]:
             mirror.chain = mirror.chain[common:]
         else:
-            mirror.revision += 1
+            mirror.num_corrections += 1 + extra
             mirror.chain = []
         mirror.committed = [*mirror.committed, *committed]
         mirror.window = max(window, len(mirror.chain))

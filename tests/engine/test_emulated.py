@@ -25,7 +25,7 @@ def _runner(query: str = "") -> EmulatedRunner:
 def test_source_is_read_and_written_alike() -> None:
     text = "emulated://big?vocab_size=2048&base_ms=20&free_tokens=32&per_token_ms=0.05&acceptance=0.8&seed=3"
     model = EmulatedModel.from_source(text + "&support=4&max_model_len=512")
-    assert model == EmulatedModel("big", 2048, 20.0, 32, 0.05, 0.8, 3, 0, 4, 512)
+    assert model == EmulatedModel("big", 2048, 20.0, 32, 0.05, 0.8, 3, 0, 4, 512, 0.8)
     assert EmulatedModel.from_source(model.source) == model
     assert EmulatedModel.from_source("emulated://small") == EmulatedModel("small")
 
@@ -41,6 +41,7 @@ def test_source_is_read_and_written_alike() -> None:
         ("emulated://m?base_ms=nan", "base_ms must be a number"),
         ("emulated://m?base_ms=-1", "base_ms must be a number in 0"),
         ("emulated://m?acceptance=1.2", "acceptance must be a number in 0 … 1"),
+        ("emulated://m?near=-1", "near must be a number in 0 … 1"),
         ("emulated://m?vocab_size=10&support=6", "support must be in 1 … 5"),
         ("emulated://m?seed=-1", "seed must be an unsigned"),
         ("emulated://m?max_model_len=0", "max_model_len must be 1 or more"),
@@ -85,12 +86,31 @@ def test_first_tokens_are_spread_over_the_vocabulary() -> None:
 def test_a_draft_equals_the_target_where_it_accepts_and_is_disjoint_elsewhere(acceptance: float) -> None:
     positions, tokens = _pairs(4000)
     target = EmulatedLaw(EmulatedModel(vocab_size=999)).logits(positions, tokens)
-    draft = EmulatedLaw(EmulatedModel(vocab_size=999, acceptance=acceptance)).logits(positions, tokens)
+    draft = EmulatedLaw(EmulatedModel(vocab_size=999, acceptance=acceptance, near=0.0)).logits(
+        positions, tokens
+    )
     same = (target == draft).all(-1)
     disjoint = ~((target > FLOOR) & (draft > FLOOR)).any(-1)
     assert (same ^ disjoint).all()
     spread = (acceptance * (1 - acceptance) / 4000) ** 0.5
     assert abs(same.double().mean().item() - acceptance) <= 4 * spread
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_a_draft_is_wrong_the_target_s_choice_is_mostly_among_its_next_three(
+    temperature: float,
+) -> None:
+    positions, tokens = _pairs(4000)
+    target = EmulatedLaw(EmulatedModel()).logits(positions, tokens)
+    law = EmulatedLaw(EmulatedModel(acceptance=0.0))
+    assert law.differs(positions, tokens).all()
+    noise = temperature * -torch.log(-torch.log(torch.rand(target.shape, generator=torch.manual_seed(1))))
+    choices = (target + noise).argmax(-1)
+    ranks = (law.logits(positions, tokens) + noise).topk(4).indices
+    shares = (ranks == choices[:, None]).double().mean(0)
+    assert shares[0] < 0.001
+    for share, expected in zip(shares[1:].tolist(), (0.5, 0.2, 0.1), strict=True):
+        assert abs(share - expected) < 4 * (expected * (1 - expected) / 4000) ** 0.5
 
 
 def test_two_drafts_differ_from_the_target_at_their_own_places() -> None:

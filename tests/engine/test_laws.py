@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.actors.engine import draft_sampling, ratio_verifier, verification
+from paceline.actors.engine import draft_sampling, draft_sequence, ratio_verifier, verification
 from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
 from paceline.actors.engine.draft_law import SparseLaw
 from paceline.actors.engine.messages import Submit
@@ -232,7 +232,7 @@ class TestExact:
 def _reuse_draft_noise(patch: pytest.MonkeyPatch) -> None:
     """The draft's draw, u and the residual's draw are one number per position."""
     patch.setattr(ratio_verifier, "round_seed", lambda seed, epoch, base: seed)
-    patch.setattr(draft_sampling, "revision_seed", lambda draft_seed, revision: _SEEDS[draft_seed])
+    patch.setattr(draft_sequence, "revision_seed", lambda draft_seed, revision: _SEEDS[draft_seed])
     patch.setattr("paceline.actors.engine.drafts.stay_seed", _remember_seed)
     same = Purpose.TOKEN
     uniform, integer = ratio_verifier.uniform, draft_sampling.random_integer

@@ -299,6 +299,7 @@ def test_what_cannot_be_loaded_says_why(
     assert "architecture is unknown" in message(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     assert "is the folder complete?" in message(str(tmp_path))
+    file.unlink()
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     assert "is the folder complete?" in message(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "clip_vision_model"}')

@@ -303,3 +303,13 @@ def test_disturbed_steps_count_only_where_nothing_better_is_known() -> None:
     for _ in range(20):
         cost.record(4, 0.2, disturbed=True)
     assert cost(4) == pytest.approx(0.1)
+
+
+def test_a_tail_that_may_be_prepared_is_waited_for_if_that_is_likely_enough() -> None:
+    def item(chance: float) -> Awaited:
+        return Awaited(0, 8, 0.8, 0.003, float("inf"), prepared=chance)
+
+    assert go_or_wait([item(0.8)], 0.0, lambda _: 0.02) == pytest.approx(0.003)
+    assert go_or_wait([item(0.01)], 0.0, lambda _: 0.02) == 0.0
+    # Among many that are ready it would delay all of them.
+    assert go_or_wait([item(0.8)] + [Awaited.ready()] * 40, 0.0, lambda _: 0.02) == 0.0

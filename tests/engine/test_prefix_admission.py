@@ -50,7 +50,7 @@ def test_who_overtakes_leaves_the_deferred_their_place() -> None:
     assert scheduler.num_queued == 1, "for the deferred there is a place"
     step(scheduler)
     scheduler.admit()
-    assert scheduler.running == [a, d, b, c]
+    assert scheduler.running == [a, b, c, d], "in the order of arrival again"
     assert b.num_computed_tokens == 40
     assert b.block_table[:10] == a.block_table[:10]
 

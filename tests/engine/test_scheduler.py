@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from paceline.actors.engine.attached_draft import DraftLoad
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.chain import DraftChain, Received
 from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
-from paceline.actors.engine.drafts import DraftLoad, assign, even_out
+from paceline.actors.engine.drafts import assign, even_out
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.parameters import FinishReason, StoppingParams
 from paceline.actors.engine.proposer import NgramProposer

@@ -1,0 +1,141 @@
+"""One attached draft as its target knows it: what it holds, how fast it is, how often it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
+
+from paceline.actors.engine.estimates import AcceptanceEstimate, DraftStepCost, RecentMedian
+from paceline.actors.engine.messages import DraftHello
+from paceline.actors.engine.sequence import TargetSequence
+from paceline.actors.engine.target_output import DraftStatus
+
+TRUST_KEPT = 0.98
+"""Per step."""
+
+
+@dataclass(slots=True)
+class DraftLoad:
+    """What matters for who is given sequences."""
+
+    num_sequences: int
+    capacity: int
+
+    @property
+    def share(self) -> float:
+        return self.num_sequences / self.capacity if self.capacity else float("inf")
+
+
+class Answer(NamedTuple):
+    """Candidates that answer a verdict."""
+
+    seconds: float
+    """Since the verdict was sent."""
+    prepared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """Of a draft, in seconds."""
+
+    expected: float
+    bound: float
+    """The most that it takes, if all goes well."""
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    peer: str
+    hello: DraftHello
+    sequences: dict[str, TargetSequence] = field(default_factory=dict)
+    step_cost: DraftStepCost = field(default_factory=DraftStepCost)
+    response_seconds: RecentMedian = field(default_factory=RecentMedian)
+    """From a verdict to the candidates that answer it, where they were not prepared: round trip and the
+    draft's next step."""
+    prepared_seconds: RecentMedian = field(default_factory=RecentMedian)
+    """The same where they were prepared: round trip and whatever step is on."""
+    preparedness: AcceptanceEstimate = field(
+        default_factory=lambda: AcceptanceEstimate(prior=0.0, prior_trials=8.0, decay=0.98)
+    )
+    """How often a corrected token was among those that it had prepared a tail for."""
+    num_others: int = 0
+    """Sequences of other targets that it is busy with, by its last word."""
+    trust: float = 1.0
+    """In what is known of its speed. While it rests nothing is learnt, and what slowed it down may be over:
+    doubt grows until it is worth another try."""
+    acceptance: AcceptanceEstimate = field(default_factory=lambda: AcceptanceEstimate(decay=0.99))
+
+    @property
+    def load(self) -> DraftLoad:
+        return DraftLoad(len(self.sequences), self.hello.capacity)
+
+    @property
+    def num_awake(self) -> int:
+        """Sequences of this target that it has tokens to make for, as far as is known here."""
+        drafted = (sequence.drafting for sequence in self.sequences.values())
+        return sum(item is not None and len(item.chain.token_ids) < item.window for item in drafted)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of a step with all its sequences; 0.0 while nothing is known."""
+        return self.trust * self.step_cost.expected(self._batch(len(self.sequences)))
+
+    def next_step(self) -> NextStep:
+        """How long its next step takes."""
+        num_tokens = self._batch(self.num_awake)
+        return NextStep(self.step_cost.expected(num_tokens), self.step_cost.bound(num_tokens))
+
+    def _batch(self, num_ours: int) -> int:
+        return max(num_ours + round(self.trust * self.num_others), 1)
+
+    def hear(self, num_tokens: int, seconds: float, answers: Sequence[Answer], num_awake: int) -> None:
+        """A message of it has been read.
+
+        Args:
+            num_tokens, seconds: of the step that it is of; 0.0 seconds where unknown.
+            answers: those to verdicts that it holds. They count as one, as they were made in one step.
+            num_awake: for how many sequences of all targets it had tokens to make.
+        """
+        self.trust = 1.0
+        if seconds > 0.0:
+            self.step_cost.record(num_tokens, seconds)
+        for prepared, known in ((False, self.response_seconds), (True, self.prepared_seconds)):
+            times = [answer.seconds for answer in answers if answer.prepared is prepared]
+            if times:
+                known.add(median_low(times))
+        self.num_others = max(num_awake - self.num_awake, 0)
+
+    def doubt(self) -> None:
+        """A step has passed in which it rested."""
+        self.trust *= TRUST_KEPT
+
+    @property
+    def latency(self) -> float:
+        """Expected time from a verdict to the next candidates; before it was measured, two steps."""
+        return self.response_seconds.value or 2.0 * self.seconds_per_token
+
+    @property
+    def rtt_seconds(self) -> float:
+        """What a fresh start costs beyond the draft's own step."""
+        return max(self.trust * self.latency - self.seconds_per_token, 0.0)
+
+    def can_follow(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens leaves it room to propose any."""
+        return num_tokens < self.hello.max_model_len
+
+    def status(self) -> DraftStatus:
+        return DraftStatus(
+            peer=self.peer,
+            draft_id=self.hello.draft_id,
+            model=self.hello.model,
+            method=self.hello.method,
+            capacity=self.hello.capacity,
+            num_sequences=len(self.sequences),
+            acceptance=self.acceptance.rate,
+            num_tested_total=self.acceptance.num_trials,
+            num_foretold_total=self.acceptance.num_accepted,
+            step_seconds=self.seconds_per_token,
+            response_seconds=self.response_seconds.value or 0.0,
+        )
