@@ -13,7 +13,9 @@ from paceline.actors.engine.config import (
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.model_spec import ModelSpec
 from paceline.actors.target import TargetSpec
+from paceline.cluster.channel_settings import channel_settings
 from paceline.cluster.config import ModelPool, PacelineConfig
+from paceline.cluster.replica_options import num_threads, rank_device
 
 BYTES_PER_GB = 10**9
 
@@ -42,10 +44,12 @@ def target_spec(config: PacelineConfig, target_id: str) -> TargetSpec:
             config.dtype,
             pool.quantization,
             trust_remote_code=config.trust_remote_code,
+            allow_pickled_weights=config.security.allow_pickled_weights,
             deterministic=config.deterministic,
         ),
         served_model_name=config.model_name,
         engine=engine,
+        channels=channel_settings(config),
     )
 
 
@@ -66,6 +70,7 @@ def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
             config.draft_dtype,
             pool.quantization,
             trust_remote_code=config.trust_remote_code,
+            allow_pickled_weights=config.security.allow_pickled_weights,
             deterministic=config.deterministic,
         ),
         engine=DraftEngineConfig(
@@ -73,7 +78,9 @@ def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
             max_num_batched_tokens=pool.max_num_batched_tokens,
             max_model_len=pool.max_model_len,
             enable_prefix_caching=pool.enable_prefix_caching,
+            max_branches=pool.max_branches,
         ),
+        channels=channel_settings(config),
     )
 
 
@@ -84,19 +91,22 @@ def model_spec(
     quantization: str,
     *,
     trust_remote_code: bool,
-    deterministic: bool,
+    allow_pickled_weights: bool,
+    deterministic: bool | None,
 ) -> ModelSpec:
     """A pool's model. ``auto`` stands for bfloat16, as the configuration promises."""
     return ModelSpec(
         source=source,
         dtype="bfloat16" if dtype == "auto" else dtype,
         quantization=quantization,
-        device=pool.device,
-        num_threads=pool.num_threads,
+        device=rank_device(pool),
+        num_threads=num_threads(pool),
         block_size=pool.block_size,
         num_blocks=pool.kv_cache.num_blocks,
         kv_cache_bytes=round(pool.kv_cache.memory_gb * BYTES_PER_GB),
+        kv_memory_fraction=pool.kv_cache.memory_fraction,
         max_model_len=pool.max_model_len,
         trust_remote_code=trust_remote_code,
+        allow_pickled_weights=allow_pickled_weights,
         deterministic=deterministic,
     )

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from bisect import insort
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
+from paceline.actors.engine.priority import turn_of
 from paceline.cluster.errors import OverloadedError, UnavailableError
+from paceline.cluster.time_limit import TimeLimit
+
+
+@dataclass(slots=True, order=True)
+class _Waiting:
+    """A request in the queue. Ordered by its turn, then by its number."""
+
+    turn: float
+    number: int
+    size: int = field(compare=False)
+    """Slots that it needs."""
+    let_in: asyncio.Future[None] = field(compare=False)
 
 
 class Admission:
-    """First come, first served. A request of several choices counts as that many.
+    """First come, first served among requests of equal priority (``priority.turn_of``). A request of several
+    choices counts as that many.
 
     Serve's own limits are not used for this: with HAProxy they count differently, and discovery and
     status calls would queue behind requests.
@@ -26,8 +41,9 @@ class Admission:
         self._max_queued = max_queued
         self._num_ongoing = 0
         self._num_queued = 0
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-        """Size and turn of those that wait."""
+        self._num_waits = 0
+        self._queue: list[_Waiting] = []
+        """In the order of turns."""
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -41,12 +57,19 @@ class Admission:
         return self._num_queued
 
     @contextlib.asynccontextmanager
-    async def admitted(self, size: int = 1) -> AsyncIterator[None]:
+    async def admitted(
+        self, size: int = 1, priority: int = 0, limit: TimeLimit | None = None
+    ) -> AsyncIterator[None]:
         """Hold ``size`` slots for the length of the block; waits for them if need be. More than there are
         counts as all of them.
 
+        Args:
+            priority: lower = earlier.
+            limit: bounds the waiting.
+
         Raises:
             OverloadedError: the queue is full.
+            TimeExceededError: the limit was reached in the queue.
             UnavailableError: nobody is let in any more.
         """
         if self._closed:
@@ -54,7 +77,7 @@ class Admission:
         self._idle.clear()
         size = max(1, min(size, self._max_ongoing))
         if self._queue or self._num_ongoing + size > self._max_ongoing:
-            await self._wait(size)
+            await self._wait(size, priority, limit)
         else:
             self._num_ongoing += size
         try:
@@ -73,7 +96,7 @@ class Admission:
         if not self._num_ongoing and not self._queue:
             self._idle.set()
 
-    async def _wait(self, size: int) -> None:
+    async def _wait(self, size: int, priority: int, limit: TimeLimit | None) -> None:
         """Returns with the slots taken."""
         # An empty queue takes any request, else one of many choices might never get in.
         needed = self._num_queued + size if self._queue else 1
@@ -83,25 +106,34 @@ class Admission:
                 f"the gateway is full: {self._num_ongoing} sequences run and {self._num_queued} wait; "
                 "try again later"
             )
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append((size, turn))
+        loop = asyncio.get_running_loop()
+        self._num_waits += 1
+        waiting = _Waiting(turn_of(priority, loop.time()), self._num_waits, size, loop.create_future())
+        insort(self._queue, waiting)
         self._num_queued += size
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._num_ongoing -= size
-            else:
-                self._queue.remove((size, turn))
+            async with asyncio.timeout_at(None if limit is None else limit.deadline):
+                await waiting.let_in
+        except (asyncio.CancelledError, TimeoutError) as error:
+            if waiting in self._queue:
+                self._queue.remove(waiting)
                 self._num_queued -= size
+            else:
+                # It was let in, in the same moment.
+                self._num_ongoing -= size
             self._call()
             self._note_idle()
+            if limit is not None and isinstance(error, TimeoutError):
+                raise limit.exceeded() from None
             raise
 
     def _call(self) -> None:
         """Let in, from the head of the queue, whoever has room now."""
-        while self._queue and self._num_ongoing + self._queue[0][0] <= self._max_ongoing:
-            size, turn = self._queue.popleft()
-            self._num_queued -= size
-            self._num_ongoing += size
-            turn.set_result(None)
+        while self._queue and self._num_ongoing + self._queue[0].size <= self._max_ongoing:
+            if self._queue[0].let_in.cancelled():
+                # It is leaving and takes itself out, which calls the next one.
+                return
+            waiting = self._queue.pop(0)
+            self._num_queued -= waiting.size
+            self._num_ongoing += waiting.size
+            waiting.let_in.set_result(None)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 
-from paceline.actors.threads import thread_environment
-from paceline.cluster.config import GatewayConfig, ModelPool, PacelineConfig, ReplicaPool
+from paceline.cluster.autoscaling_policies import draft_autoscaling, gateway_autoscaling, target_autoscaling
+from paceline.cluster.config import GatewayConfig, ModelPool, PacelineConfig, ReplicaPool, load_config
+from paceline.cluster.deployment_names import DRAFT, GATEWAY, TARGET
 from paceline.cluster.deployments import DraftDeployment, GatewayDeployment, TargetDeployment
-
-GATEWAY, TARGET, DRAFT = "gateway", "target", "draft"
-"""Names of the deployments."""
+from paceline.cluster.replica_options import actor_options, placement_options
 
 CONTROL_CALLS = 16
 """Calls that a replica takes beside its own work: discovery and status must never queue behind requests."""
@@ -25,19 +24,32 @@ HEALTH_CHECK_PERIOD_SECONDS = 2.0
 HEALTH_CHECK_TIMEOUT_SECONDS = 10.0
 
 
-def build_app(config: PacelineConfig) -> Application:
+def build_app(config: PacelineConfig | Mapping[str, Any]) -> Application:
     """Gateway, target and, where the configuration has one, draft. Deploy it under any route prefix but
-    None, which Serve does not reach over gRPC."""
+    None, which Serve does not reach over gRPC.
+
+    Args:
+        config: or what its file contains: the ``args`` of an application in a Serve configuration file.
+
+    Raises:
+        ConfigError: the content is no configuration.
+    """
+    if not isinstance(config, PacelineConfig):
+        config = load_config(config)
     target_deployment = serve.deployment(TargetDeployment, name=TARGET)
-    target = target_deployment.options(**model_pool_options(config.target)).bind(config)
+    target_options = model_pool_options(config.target, target_autoscaling(config))
+    target = target_deployment.options(**target_options).bind(config)
     arguments = [config, target]
     if config.draft is not None:
         draft_deployment = serve.deployment(DraftDeployment, name=DRAFT)
-        draft = draft_deployment.options(**model_pool_options(config.draft)).bind(config, target)
+        draft_options = model_pool_options(config.draft, draft_autoscaling(config.draft))
+        draft = draft_deployment.options(**draft_options).bind(config, target)
         arguments.append(draft)
     gateway_deployment = serve.deployment(GatewayDeployment, name=GATEWAY)
+    autoscaling = config.gateway.autoscaling_config
     gateway_options = pool_options(
         config.gateway,
+        gateway_autoscaling(autoscaling) if autoscaling is not None else None,
         max_ongoing_requests=gateway_limit(config.gateway),
         graceful_shutdown_timeout_s=config.gateway.graceful_shutdown_timeout_s,
     )
@@ -52,49 +64,35 @@ def gateway_limit(gateway: GatewayConfig) -> int:
 
 
 def pool_options(
-    pool: ReplicaPool, *, max_ongoing_requests: int, graceful_shutdown_timeout_s: float
+    pool: ReplicaPool,
+    autoscaling: ServeAutoscalingConfig | None,
+    *,
+    max_ongoing_requests: int,
+    graceful_shutdown_timeout_s: float,
 ) -> dict[str, Any]:
-    """Serve's deployment options for a pool."""
+    """Serve's deployment options for a pool. ``autoscaling``: None: the pool's size is fixed."""
     options: dict[str, Any] = {
         "max_ongoing_requests": max_ongoing_requests,
         "graceful_shutdown_timeout_s": graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.5,
+        "max_surge_percent": pool.max_surge_percent,
         "health_check_period_s": HEALTH_CHECK_PERIOD_SECONDS,
         "health_check_timeout_s": HEALTH_CHECK_TIMEOUT_SECONDS,
         "ray_actor_options": actor_options(pool),
     }
-    if pool.autoscaling_config is None:
+    if autoscaling is None:
         options["num_replicas"] = pool.num_replicas
     else:
-        options["autoscaling_config"] = ServeAutoscalingConfig(
-            **pool.autoscaling_config.model_dump(exclude_none=True)
-        )
+        options["autoscaling_config"] = autoscaling
     return options
 
 
-def model_pool_options(pool: ModelPool) -> dict[str, Any]:
+def model_pool_options(pool: ModelPool, autoscaling: ServeAutoscalingConfig | None) -> dict[str, Any]:
     """Serve's deployment options for a pool that runs a model. Its data does not travel through Serve."""
-    return pool_options(
+    options = pool_options(
         pool,
+        autoscaling,
         max_ongoing_requests=CONTROL_CALLS,
         graceful_shutdown_timeout_s=pool.graceful_shutdown_timeout_s,
     )
-
-
-def actor_options(pool: ReplicaPool) -> dict[str, Any]:
-    """Ray's options for one replica, its threads' environment included: it must be there before torch is
-    imported. The user's own ``env_vars`` win."""
-    given = pool.ray_actor_options
-    options: dict[str, Any] = given.model_dump(exclude_none=True, exclude={"runtime_env"})
-    options = {name: value for name, value in options.items() if value not in ({}, None)}
-    if isinstance(pool, ModelPool):
-        environment = thread_environment(pool.num_threads or os.cpu_count() or 1)
-        if given.num_gpus is None and pool.device == "cuda":
-            options["num_gpus"] = 1
-    else:
-        # A gateway computes nothing; its tokeniser runs on one thread at a time.
-        environment = thread_environment(1)
-    runtime_env = dict(given.runtime_env)
-    runtime_env["env_vars"] = environment | dict(runtime_env.get("env_vars", {}))
-    options["runtime_env"] = runtime_env
-    return options
+    return options | placement_options(pool)

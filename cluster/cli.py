@@ -1,4 +1,4 @@
-"""The command line: ``paceline serve | generate | status | models | demo``."""
+"""The command line: ``paceline serve | generate | status | models | deploy | demo``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline.actors.engine.errors import PacelineError
-from paceline.cluster import cli_demo, cli_generate, cli_models, cli_serve, cli_status
+from paceline.cluster import cli_demo, cli_deploy, cli_generate, cli_models, cli_serve, cli_status
 from paceline.cluster.cli_output import show_error
 
 INTERRUPTED = 130
@@ -28,6 +28,7 @@ app.command(epilog=cli_serve.EPILOG)(cli_serve.serve)
 app.command(epilog=cli_generate.EPILOG)(cli_generate.generate)
 app.command(epilog=cli_status.EPILOG)(cli_status.status)
 app.add_typer(cli_models.app, name="models")
+app.command(epilog=cli_deploy.EPILOG)(cli_deploy.deploy)
 app.command(epilog=cli_demo.EPILOG)(cli_demo.demo)
 
 

@@ -22,7 +22,7 @@ from paceline.cluster.cli_request import (
     text_of_file,
     text_or_file,
 )
-from paceline.cluster.client import DEFAULT_ADDRESS, ServiceError, connect, stream
+from paceline.cluster.client import DEFAULT_ADDRESS, ServiceError, connect, rpc_timeout, stream
 from paceline.protos import generation_pb2 as proto
 from paceline.protos import generation_pb2_grpc as rpc
 
@@ -52,7 +52,7 @@ corrected or bonus token. Statistics go to stderr.
 
 def _print_json(stub: rpc.GenerationServiceStub, request: proto.GenerateRequest) -> None:
     started = time.monotonic()
-    response = stub.Generate(request)
+    response = stub.Generate(request, timeout=rpc_timeout(request))
     answer = MessageToDict(
         response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -124,6 +124,10 @@ def generate(
     verification: Annotated[
         VerificationRule | None, typer.Option(help="How draft tokens are accepted; default: the service's.")
     ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Lower = served earlier where requests queue; default 0.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
     show_tokens: Annotated[
         bool, typer.Option("--show-tokens", help="Print token ids instead of text: +accepted, =own.")
     ] = False,
@@ -162,6 +166,8 @@ def generate(
             grammar=text_of_file(grammar) if grammar is not None else None,
             num_speculative_tokens=0 if no_speculation else num_speculative_tokens,
             verification=verification,
+            priority=priority,
+            timeout_s=timeout,
         )
         request = build_request(sys.stdin.read() if prompt == "-" else prompt, options)
     except ValueError as error:

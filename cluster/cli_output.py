@@ -58,6 +58,8 @@ def describe_rpc_error(error: grpc.RpcError, address: str) -> str:
         return (
             f"no service at {address}; start one with 'paceline serve', or name it with --address host:port"
         )
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{details}; the environment variable PACELINE_TOKEN holds the token to call with"
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return f"{address} is a gRPC server, but not a Paceline service ({details})"
     return f"{code.name}: {details}" if details else str(code.name)

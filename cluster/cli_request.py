@@ -40,6 +40,8 @@ class RequestOptions:
     grammar: str | None = None
     num_speculative_tokens: int | None = None
     verification: VerificationRule | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
 
 
 _SAMPLING = (
@@ -77,8 +79,10 @@ def build_request(prompt: str, options: RequestOptions) -> proto.GenerateRequest
         request.speculation.num_speculative_tokens = options.num_speculative_tokens
     if options.verification is not None:
         request.speculation.verification = rule_to_proto(options.verification)
-    if options.logprobs is not None:
-        request.logprobs = options.logprobs
+    for name in ("logprobs", "priority", "timeout_s"):
+        value = getattr(options, name)
+        if value is not None:
+            setattr(request, name, value)
     _constrain(request, options)
     return request
 

@@ -48,7 +48,7 @@ def collect_status(name: str = APPLICATION_NAME) -> dict[str, Any]:
         RuntimeStartError: the joined Ray runs no such application.
     """
     serve = import_serve()
-    from paceline.cluster.directory import STATUS_METHOD, ask_replicas
+    from paceline.cluster.directory import STATUS_METHOD, ask_replicas, lent
 
     status, message, pools = application_progress(name)
     if not pools:
@@ -58,11 +58,8 @@ def collect_status(name: str = APPLICATION_NAME) -> dict[str, Any]:
         )
     collected: dict[str, Any] = {"status": status, "message": message, "pools": {}}
     for pool in pools:
-        answers = ask_replicas(
-            serve.get_deployment_handle(pool.name, name),
-            STATUS_METHOD,
-            timeout_seconds=ANSWER_TIMEOUT_SECONDS,
-        )
+        with lent(serve.get_deployment_handle(pool.name, name)) as handle:
+            answers = ask_replicas(handle, STATUS_METHOD, timeout_seconds=ANSWER_TIMEOUT_SECONDS)
         collected["pools"][pool.name] = {
             **asdict(pool),
             "other": dict(pool.other),
@@ -142,7 +139,7 @@ def speculation_table(replicas: Sequence[Row]) -> Table:
 
 
 def drafts_table(replicas: Sequence[Row]) -> Table:
-    table = _table("draft", "pid", "targets", "live", "KV", "drafted", "discarded", "step")
+    table = _table("draft", "pid", "targets", "live", "KV", "drafted", "discarded", "prepared", "step")
     for row in replicas:
         engine = row.get("engine")
         if engine is None:
@@ -157,6 +154,7 @@ def drafts_table(replicas: Sequence[Row]) -> Table:
             show_share(used, engine["num_blocks"]),
             str(engine["num_drafted_tokens_total"]),
             str(engine["num_discarded_tokens_total"]),
+            show_share(engine["num_prepared_corrections_total"], engine["num_corrections_total"]),
             f"{engine['step_seconds'] * 1000:.1f} ms",
         )
     return table
@@ -180,7 +178,8 @@ def status(
     """Show what a running service does.
 
     live: sequences in hand; cached: share of prompt tokens that the prefix cache had; acc.: accepted of those
-    verified; length: mean acceptance length.
+    verified; length: mean acceptance length; prepared: share of corrections that a draft had a tail ready
+    for.
     """
     with Runtime.open(
         address=address or os.environ.get("RAY_ADDRESS") or running_cluster() or "auto", num_cpus=0

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import grpc
-
 from paceline.actors.engine.errors import PacelineError
+from paceline.cluster.client_channel import open_channel
 from paceline.protos import generation_pb2 as proto
 from paceline.protos import generation_pb2_grpc as rpc
 
 DEFAULT_ADDRESS = "127.0.0.1:9000"
+DEADLINE_MARGIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,15 @@ class ServiceError(PacelineError):
 
 
 @contextlib.contextmanager
-def connect(address: str) -> Iterator[rpc.GenerationServiceStub]:
-    """The service at ``host:port``, for the length of the block. Connects with the first call."""
-    with grpc.insecure_channel(address) as channel:
+def connect(address: str, token: str | None = None) -> Iterator[rpc.GenerationServiceStub]:
+    """The service at an address, for the length of the block: see ``open_channel``."""
+    with open_channel(address, token) as channel:
         yield rpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def rpc_timeout(request: proto.GenerateRequest) -> float | None:
+    """Deadline of the call in seconds: a little after the request's own limit, whose error says more."""
+    return request.timeout_s + DEADLINE_MARGIN_SECONDS if request.HasField("timeout_s") else None
 
 
 def stream(
@@ -66,7 +71,7 @@ def stream(
     first = last = 0.0
     num_tokens = num_first = 0
     final = proto.GenerateChunk()
-    call = stub.GenerateStream(request)
+    call = stub.GenerateStream(request, timeout=rpc_timeout(request))
     try:
         for chunk in call:
             now = time.monotonic() - started

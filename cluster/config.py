@@ -12,74 +12,35 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from paceline.actors.engine.config import MAX_SPECULATIVE_TOKENS
+from paceline.actors.engine.config import MAX_BRANCHES, MAX_SPECULATIVE_TOKENS
+from paceline.cluster.config_autoscaling import (
+    AutoscalingConfig,
+    DraftAutoscalingConfig,
+    GatewayAutoscalingConfig,
+    TargetAutoscalingConfig,
+)
 from paceline.cluster.config_errors import ConfigError, ConflictError, describe_errors
+from paceline.cluster.config_section import (
+    Amount,
+    Count,
+    Name,
+    OptionalCount,
+    Port,
+    Seconds,
+    Section,
+)
+from paceline.cluster.deploy_config import DeployConfig
+from paceline.cluster.security_config import SecurityConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
-Count = Annotated[int, Field(ge=1)]
-OptionalCount = Annotated[int | None, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Delay = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Factor = Annotated[float | None, Field(gt=0, allow_inf_nan=False)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-ModelName = Annotated[str, Field(min_length=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no guessing of types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class AutoscalingConfig(Section):
-    """How a pool grows and shrinks (Ray Serve's option of the same name)."""
-
-    min_replicas: Annotated[int, Field(ge=0)] = 1
-    """Fewest replicas; 0 lets the pool go to sleep."""
-    max_replicas: Count = 1
-    """Most replicas."""
-    initial_replicas: Annotated[int | None, Field(ge=0)] = None
-    """Replicas at the start; null = `min_replicas`."""
-    target_ongoing_requests: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 16.0
-    """Load per replica that the pool aims at, in sequences."""
-    metrics_interval_s: Seconds = 2.0
-    """How often a replica reports its load."""
-    look_back_period_s: Seconds = 10.0
-    """Over how long the load is averaged."""
-    upscale_delay_s: Delay = 5.0
-    """How long more replicas must have been wanted before they are started."""
-    downscale_delay_s: Delay = 120.0
-    """How long fewer replicas must have been wanted before some are stopped."""
-    upscaling_factor: Factor = None
-    """Damps (below 1) or sharpens (above 1) growth; null = 1."""
-    downscaling_factor: Factor = None
-    """Damps (below 1) or sharpens (above 1) shrinking; null = 1."""
-
-    @model_validator(mode="after")
-    def _bounds_agree(self) -> AutoscalingConfig:
-        if self.min_replicas > self.max_replicas:
-            raise ConflictError(
-                "min_replicas",
-                f"is {self.min_replicas}, above max_replicas = {self.max_replicas} — lower it, or raise "
-                "max_replicas",
-            )
-        initial = self.initial_replicas
-        if initial is not None and not self.min_replicas <= initial <= self.max_replicas:
-            raise ConflictError(
-                "initial_replicas",
-                f"is {initial} — choose a number in [min_replicas, max_replicas] = "
-                f"[{self.min_replicas}, {self.max_replicas}]",
-            )
-        return self
-
 
 class RayActorOptions(Section):
-    """What one replica asks of its node (Ray's options of the same names)."""
+    """What one replica asks of its node (Ray's options of the same names); with `tensor_parallel_size`, what
+    each of its ranks asks."""
 
     num_cpus: Amount = 0.0
     """Logical CPUs reserved. 0 reserves none, so that any number of replicas fits on a laptop."""
@@ -101,14 +62,27 @@ class KvCacheConfig(Section):
     """Size of the paged KV cache of one replica."""
 
     memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Memory for KV blocks in GB (10⁹ bytes), next to the model's weights."""
+    """Memory for KV blocks in GB (10⁹ bytes), next to the model's weights; with `tensor_parallel_size`, that
+    of each rank, which stores its own heads only."""
+    memory_fraction: Annotated[float | None, Field(gt=0, lt=1)] = None
+    """Share of the memory that is free once the weights are loaded (of the GPU, or of the node) instead;
+    leave room for the largest step, and for what else shares the device."""
     num_blocks: OptionalCount = None
-    """Number of blocks instead; null = as many as fit into `memory_gb`."""
+    """Number of blocks instead; null = as many as fit into that memory."""
 
     @model_validator(mode="after")
     def _one_size(self) -> KvCacheConfig:
-        if self.num_blocks is not None and "memory_gb" in self.model_fields_set:
-            raise ConflictError("num_blocks", "contradicts memory_gb — give one of the two")
+        given = [
+            name
+            for name, there in (
+                ("memory_gb", "memory_gb" in self.model_fields_set),
+                ("memory_fraction", self.memory_fraction is not None),
+                ("num_blocks", self.num_blocks is not None),
+            )
+            if there
+        ]
+        if len(given) > 1:
+            raise ConflictError(given[-1], f"contradicts {given[0]} — give one of the two")
         return self
 
 
@@ -119,6 +93,9 @@ class ReplicaPool(Section):
     """A fixed number of replicas."""
     autoscaling_config: AutoscalingConfig | None = None
     """A number of replicas that follows the load, instead of `num_replicas`."""
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 0
+    """How many more replicas a redeploy may start before it stops old ones, in percent of their number,
+    rounded up; 0 = it stops first, one after the other, and needs no room for more."""
     ray_actor_options: RayActorOptions = Field(default_factory=RayActorOptions)
     """Where replicas may run."""
 
@@ -135,7 +112,8 @@ class ModelPool(ReplicaPool):
     device: Device = "auto"
     """Where the model computes; auto = cuda where there is one, else cpu."""
     num_threads: OptionalCount = None
-    """CPU threads of one replica; null = all cores of its node."""
+    """CPU threads of one replica, with `tensor_parallel_size` of each rank; null = all cores of its node,
+    divided among the ranks."""
     max_num_seqs: Count = 64
     """Most sequences in one step."""
     max_num_batched_tokens: Count = 512
@@ -150,16 +128,26 @@ class ModelPool(ReplicaPool):
     """Whether sequences share the KV of the blocks with which they begin alike, such as a system prompt or
     the earlier turns of a chat, also after the first one has ended, until the blocks are needed."""
     tensor_parallel_size: Count = 1
-    """Devices that share one replica's model. Only 1 is available."""
+    """Ranks (processes, each with a device or some cores of its own) that share one replica's model, by the
+    tensor-parallel plan that `transformers` has for it. It must divide the model's attention heads and KV
+    heads."""
+    placement_group_strategy: Literal["PACK", "STRICT_PACK"] = "PACK"
+    """Where the ranks of a replica may be: PACK = on as few nodes as possible, STRICT_PACK = on one node."""
+    shard_timeout_s: Seconds = 15.0
+    """A rank that keeps the others waiting for so long, or does not answer for so long, is lost, and the
+    whole replica is replaced."""
     graceful_shutdown_timeout_s: Seconds = 30.0
     """How long a replica that is stopped may take to finish what it has."""
 
-    @field_validator("tensor_parallel_size")
-    @classmethod
-    def _unsharded(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError(f"is {value}, and sharded models are not available — set it to 1")
-        return value
+    @model_validator(mode="after")
+    def _ranks_are_placed(self) -> ModelPool:
+        for name in ("placement_group_strategy", "shard_timeout_s"):
+            if self.tensor_parallel_size == 1 and name in self.model_fields_set:
+                raise ConflictError(
+                    name,
+                    "is for replicas of several ranks, yet tensor_parallel_size is 1 — remove one of the two",
+                )
+        return self
 
     @model_validator(mode="after")
     def _step_fits(self) -> ModelPool:
@@ -197,6 +185,8 @@ def _check_quantization(quantization: str, device: Device) -> None:
 class TargetConfig(ModelPool):
     """The pool that serves the model."""
 
+    autoscaling_config: TargetAutoscalingConfig | None = None
+    """A number of replicas that follows the load, instead of `num_replicas`."""
     max_num_waiting: Count = 256
     """Most sequences that may queue at one replica; one more is refused as RESOURCE_EXHAUSTED."""
     logprobs_mode: Literal["raw", "processed"] = "raw"
@@ -211,17 +201,27 @@ class TargetConfig(ModelPool):
         _check_quantization(self.quantization, self.device)
         return self
 
+    @property
+    def may_sleep(self) -> bool:
+        """All targets may be gone, so that a request has to wake one."""
+        return self.autoscaling_config is not None and self.autoscaling_config.min_replicas == 0
+
 
 class DraftConfig(ModelPool):
     """The pool that proposes tokens. A string in its place is its `model`."""
 
-    model: ModelName
+    model: Name
     """The draft model, named like the served one. Its token map must be the served model's."""
+    autoscaling_config: DraftAutoscalingConfig | None = None
+    """A number of replicas that follows the load, instead of `num_replicas`."""
     dtype: Dtype | None = None
     """Number format of weights and KV; null = the served model's."""
     quantization: Literal["auto", "none", "int8"] = "auto"
     """int8: the large linear layers compute in 8-bit integers, on CPU only; auto = int8 where the device is a
     CPU that has instructions for it (AVX-512 VNNI), else none. Never changes what is served."""
+    max_branches: Annotated[int, Field(ge=0, le=MAX_BRANCHES)] = 32
+    """Most likely corrections of a sequence for which a draft prepares a tail while the target verifies; 0 =
+    none. Done with hardware of its own and verification: coupled, as far as its steps hardly get longer."""
 
     @model_validator(mode="after")
     def _device_quantizes(self) -> DraftConfig:
@@ -287,6 +287,11 @@ class SpeculationConfig(Section):
 class GatewayConfig(ReplicaPool):
     """The pool that takes requests and streams answers."""
 
+    autoscaling_config: GatewayAutoscalingConfig | None = None
+    """A number of replicas that follows the load, instead of `num_replicas`."""
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] = 100
+    """How many more replicas a redeploy may start before it stops old ones, in percent of their number.
+    Gateways are light; with 0 a service with a single one is away while that is replaced."""
     grpc_port: Port = 9000
     """Port of the gRPC endpoint, on every node."""
     http_host: str = "127.0.0.1"
@@ -299,10 +304,13 @@ class GatewayConfig(ReplicaPool):
     max_queued_requests: Annotated[int, Field(ge=-1)] = 512
     """Requests that may queue for a gateway, counted in the same way; one more is refused as
     RESOURCE_EXHAUSTED; -1 = no limit."""
-    request_timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
-    """Longest life of a request, streams included; null = no limit."""
+    request_timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    """Longest life of a request, queues and stream included, unless it brings a shorter one; it ends with
+    DEADLINE_EXCEEDED. This is also when a request is ended whose cancellation was lost; null = no limit."""
     resume_timeout_s: Seconds = 60.0
     """How long a request whose target was lost may wait for another one."""
+    cold_start_timeout_s: Seconds = 300.0
+    """How long a request may wait for the first target, where the target pool can go to sleep."""
     graceful_shutdown_timeout_s: Seconds = 30.0
     """How long a gateway that is stopped may take to finish its requests."""
 
@@ -343,7 +351,7 @@ class RayConfig(Section):
 class PacelineConfig(Section):
     """The whole file. `model` alone is enough."""
 
-    model: ModelName
+    model: Name
     """The served model: a name of `paceline models list`, a local folder, a GGUF file, a hub id or an
     `emulated://` address."""
     served_model_name: Annotated[str | None, Field(min_length=1)] = None
@@ -352,11 +360,12 @@ class PacelineConfig(Section):
     """Number format of the served model's weights and KV; auto = bfloat16."""
     trust_remote_code: bool = False
     """Whether code that comes with a model may run."""
-    deterministic: bool = True
-    """Whether, on CPUs, logits are computed the same to the bit whatever else is in the step (batch-invariant
+    deterministic: bool | None = None
+    """Whether logits are computed the same to the bit whatever else is in the step (batch-invariant
     numerics): a seeded request then gives the same tokens alone, among others, drafted, resumed and in
-    bfloat16. Costs a few percent of a step; false = the last bits may differ, and with them a token where two
-    are nearly as likely. Has no effect on GPUs."""
+    bfloat16. false = the last bits may differ, and with them a token where two are nearly as likely. null =
+    true on CPUs, where it costs a few percent of a step, and false on GPUs, where long prompts take longer
+    with it."""
     draft: DraftConfig | None = None
     """The draft pool; null = none."""
     target: TargetConfig = Field(default_factory=TargetConfig)
@@ -365,8 +374,12 @@ class PacelineConfig(Section):
     """Speculation."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     """The gateways."""
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+    """Who may call, how much, and what is encrypted."""
     ray: RayConfig = Field(default_factory=RayConfig)
     """The cluster."""
+    deploy: DeployConfig | None = None
+    """The machines, for `paceline deploy`."""
 
     @field_validator("draft", mode="before")
     @classmethod

@@ -20,6 +20,7 @@ _KINDS = {
     "string_type": "a text (quote it: '...')",
     "dict_type": "a mapping",
     "model_type": "a mapping, or remove the key",
+    "list_type": "a list",
 }
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -78,6 +79,10 @@ def _wording(details: ErrorDetails, root: type[BaseModel]) -> str:
         return f"is {_shown(given)} — give {context['expected'].replace(chr(39), '')}"
     if kind == "string_too_short":
         return "is empty — give a name, or remove the key"
+    if kind == "too_short":
+        return "is empty — give at least one, or remove the key"
+    if kind == "string_pattern_mismatch":
+        return f"is {_shown(given)} — give a text of the form {context['pattern']}"
     if kind == "finite_number":
         return f"is {_shown(given)} — give a finite number"
     for bound, words in _BOUNDS.items():
@@ -91,6 +96,8 @@ def _wording(details: ErrorDetails, root: type[BaseModel]) -> str:
 def _keys_at(root: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     section = root
     for key in path:
+        if isinstance(key, int):
+            continue
         field = section.model_fields.get(str(key))
         inner = next(_sections(field.annotation), None) if field is not None else None
         if inner is None:
@@ -105,6 +112,8 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
         get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     )
     for alternative in alternatives:
+        if get_origin(alternative) is list:
+            alternative = get_args(alternative)[0]
         if isinstance(alternative, type) and issubclass(alternative, BaseModel):
             yield alternative
 

@@ -71,6 +71,8 @@ def _table(section: type[BaseModel], paths: list[str]) -> Iterator[str]:
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     for alternative in _alternatives(field.annotation):
+        if get_origin(alternative) is list:
+            alternative = get_args(alternative)[0]
         if isinstance(alternative, type) and issubclass(alternative, BaseModel):
             return alternative
     return None
@@ -89,6 +91,8 @@ def _values(field: FieldInfo) -> str:
             names.extend(f"`{value}`" for value in get_args(alternative))
         elif isinstance(alternative, type) and issubclass(alternative, BaseModel):
             names.append("section")
+        elif get_origin(alternative) is list and _section_of(field) is not None:
+            names.append("list of sections")
         else:
             kind = get_origin(alternative) or alternative
             names.append(_TYPE_NAMES[kind] + _bounds(field))
@@ -101,7 +105,9 @@ def _bounds(field: FieldInfo) -> str:
     low, high = ends.get(annotated_types.Ge), ends.get(annotated_types.Le)
     if low is not None:
         return f" {low.ge} … {high.le}" if high is not None else f" ≥ {low.ge}"
-    above = ends.get(annotated_types.Gt)
+    above, below = ends.get(annotated_types.Gt), ends.get(annotated_types.Lt)
+    if above is not None and below is not None:
+        return f" between {above.gt} and {below.lt}"
     return f" > {above.gt}" if above is not None else ""
 
 

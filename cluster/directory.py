@@ -6,7 +6,8 @@ The only module that uses ``DeploymentHandle.broadcast`` (new in Ray 2.60).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,16 @@ class Answers:
     values: tuple[Any, ...]
     num_silent: int
     """Replicas that failed or did not answer in time."""
+
+
+@contextlib.contextmanager
+def lent(handle: DeploymentHandle[Any]) -> Iterator[DeploymentHandle[Any]]:
+    """A handle for the length of a block. One to a pool that follows the load has a thread that tells Serve's
+    autoscaler of its calls; it would go on when the process has left Ray, and look for another one."""
+    try:
+        yield handle
+    finally:
+        handle.shutdown()
 
 
 def ask_replicas(handle: DeploymentHandle[Any], method: str, *, timeout_seconds: float) -> Answers:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from paceline.actors.channels import ChannelSettings
 from paceline.actors.engine.errors import InvalidArgumentError, PacelineError
 from paceline.actors.engine.messages import Committed, Finished
 from paceline.actors.engine.parameters import FinishReason
 from paceline.actors.execution_client import ExecutionClient
 from paceline.actors.identity import TargetIdentity
-from paceline.cluster.errors import OverloadedError, TargetFailedError, TimeExceededError, UnavailableError
+from paceline.cluster.errors import OverloadedError, TargetFailedError, UnavailableError
 from paceline.cluster.placement import TargetLoad, choose_target
 from paceline.cluster.requests import CheckedRequest
 from paceline.cluster.sequence import Arrival, Sequence, SequenceResult
 from paceline.cluster.sequence_stream import SequenceStream
 from paceline.cluster.targets import AttachedTarget, Connector, TargetPool
+from paceline.cluster.time_limit import TimeLimit
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +38,22 @@ class GatewaySettings:
     """How long a request that lost its target waits for another one."""
     attach_grace_seconds: float = 2.0
     """How long a new request waits while the first targets are being dialled."""
+    cold_start_timeout_seconds: float = 300.0
+    """How long a new request waits for a target pool to wake that had gone to sleep."""
     request_timeout_seconds: float | None = None
-    """Longest life of a request; None = as long as it takes."""
+    """Longest life of a request that brings no shorter limit; None = as long as it takes."""
     cancel_timeout_seconds: float = 5.0
     """How long a request that ended by a stop string waits for its statistics."""
     max_losses: int = 16
     """A request that has lost its target more often is given up: it may be what kills them."""
 
     def __post_init__(self) -> None:
-        for name in ("resume_timeout_seconds", "attach_grace_seconds", "cancel_timeout_seconds"):
+        for name in (
+            "resume_timeout_seconds",
+            "attach_grace_seconds",
+            "cold_start_timeout_seconds",
+            "cancel_timeout_seconds",
+        ):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
         if self.request_timeout_seconds is not None and not self.request_timeout_seconds > 0:
@@ -78,17 +87,31 @@ class Gateway:
 
     Args:
         gateway_id: unique among the gateways of the service.
-        connect: makes links to targets; the default dials gRPC.
+        connect: makes links to targets; the default dials gRPC, over ``channels``.
+        wake: asks for a target; called when a request finds none. None: the target pool never sleeps, so
+            that a request which finds none is refused.
     """
 
     def __init__(
-        self, gateway_id: str, settings: GatewaySettings | None = None, connect: Connector | None = None
+        self,
+        gateway_id: str,
+        settings: GatewaySettings | None = None,
+        connect: Connector | None = None,
+        channels: ChannelSettings | None = None,
+        wake: Callable[[], None] | None = None,
     ) -> None:
         self._settings = settings or GatewaySettings()
+        self._wake = wake
+        self._ready = asyncio.Event()
+        """Set whenever a target can take sequences."""
+        self._num_awaiting = 0
+        """Requests that wait for any target before they are checked."""
         self._pool = TargetPool(
             connect
             or (
-                lambda address, events: ExecutionClient(address=address, gateway_id=gateway_id, events=events)
+                lambda address, events: ExecutionClient(
+                    address=address, gateway_id=gateway_id, events=events, settings=channels
+                )
             ),
             self,
         )
@@ -105,6 +128,11 @@ class Gateway:
 
     # ------------------------------------------------------------ for the service
 
+    @property
+    def request_timeout_seconds(self) -> float | None:
+        """Longest life of a request; None = as long as it takes."""
+        return self._settings.request_timeout_seconds
+
     def update_targets(self, addresses: Mapping[str, str]) -> None:
         """Set which targets there are: target id → address. To be called again from time to time, since
         each call dials those that are not attached (see ``TargetPool.update``)."""
@@ -114,6 +142,30 @@ class Gateway:
         """Of the targets that take sequences; waits a little while the first ones are being dialled."""
         await self._pool.dialled(self._settings.attach_grace_seconds)
         return self._pool.identities
+
+    async def awake_identities(self) -> list[TargetIdentity]:
+        """The same, but where the pool sleeps it is woken, and waited for as long as that may take."""
+        identities = await self.identities()
+        if identities or self._wake is None:
+            return identities
+        timeout = self._settings.cold_start_timeout_seconds
+        self._num_awaiting += 1
+        try:
+            self._wake()
+            async with asyncio.timeout(timeout):
+                while not self._pool.identities:
+                    self._ready.clear()
+                    await self._ready.wait()
+        except TimeoutError:
+            logger.warning("no target was started within %g s", timeout)
+        finally:
+            self._num_awaiting -= 1
+        return self._pool.identities
+
+    @property
+    def wants_target(self) -> bool:
+        """Somebody waits for a target, and there is none."""
+        return not self._pool.identities and bool(self._num_awaiting or self._waiting)
 
     def open_choices(self, request: CheckedRequest) -> list[SequenceStream]:
         """Place a sequence for each choice of a request and return their streams by index: see ``open``.
@@ -136,13 +188,15 @@ class Gateway:
             request: its ``n`` is taken for 1.
             preferred: the target to begin on while it has room.
         """
-        sequence = Sequence(uuid.uuid4().hex, request)
+        loop = asyncio.get_running_loop()
+        limit = request.time_limit
+        if limit is None and (seconds := self._settings.request_timeout_seconds) is not None:
+            limit = TimeLimit(seconds, loop.time())
+        sequence = Sequence(uuid.uuid4().hex, request, limit)
         self._live[sequence.sequence_id] = sequence
-        if self._settings.request_timeout_seconds is not None:
-            timeout = self._settings.request_timeout_seconds
-            error = TimeExceededError(f"the request took longer than the service's limit of {timeout:g} s")
-            self._deadlines[sequence.sequence_id] = asyncio.get_running_loop().call_later(
-                timeout, self._fail, sequence, error
+        if limit is not None:
+            self._deadlines[sequence.sequence_id] = loop.call_at(
+                limit.deadline, self._fail, sequence, limit.exceeded()
             )
         self._place(sequence, preferred)
         return SequenceStream(sequence, self._stop, self._abandon)
@@ -169,12 +223,13 @@ class Gateway:
     # ------------------------------------------------------------ TargetEvents
 
     def on_ready(self) -> None:
+        self._ready.set()
         if self._retry is None:
             for sequence in list(self._waiting.values()):
                 self._place(sequence)
 
     def on_unreachable(self) -> None:
-        if self._pool.num_dialling == 0:
+        if self._pool.num_dialling == 0 and self._wake is None:
             for sequence in list(self._waiting.values()):
                 if not sequence.resuming:
                     self._fail(sequence, UnavailableError(_NOT_READY))
@@ -216,6 +271,8 @@ class Gateway:
         elif message.reason is FinishReason.ERROR and message.resource_exhausted:
             sequence.refused_by.add(target.target_id)
             self._place(sequence)
+        elif message.reason is FinishReason.ERROR and message.deadline_exceeded and sequence.limit:
+            self._fail(sequence, sequence.limit.exceeded())
         elif message.reason is FinishReason.CANCELLED or not target.load.accepting:
             # Not cancelled by us: the target is leaving and gives its sequences back.
             self._replace(sequence)
@@ -229,6 +286,15 @@ class Gateway:
         else:
             logger.error("target %s failed a sequence again: %s", target.target_id, message.error)
             self._fail(sequence, TargetFailedError(message.error or "the target failed this request"))
+
+    def on_draining(self, target: AttachedTarget) -> None:
+        """What has not begun there begins elsewhere at once, if there is an elsewhere."""
+        for sequence in target.not_begun:
+            if not any(other.load.accepting for other in self._pool.present.values()):
+                return
+            target.cancel(sequence)
+            self._release(sequence)
+            self._replace(sequence)
 
     def on_lost(self, target: AttachedTarget) -> None:
         for sequence in list(target.sequences.values()):
@@ -301,6 +367,9 @@ class Gateway:
             seconds = self._settings.resume_timeout_seconds
             until = sequence.resume_until
             text = f"the target was lost and no other took the request within {seconds:g} s"
+        elif self._wake is not None:
+            until = loop.time() + self._settings.cold_start_timeout_seconds
+            text = f"no target was started within {self._settings.cold_start_timeout_seconds:g} s"
         elif self._pool.num_dialling:
             until = loop.time() + self._settings.attach_grace_seconds
             text = _NOT_READY
@@ -308,6 +377,8 @@ class Gateway:
             self._fail(sequence, UnavailableError(_NOT_READY))
             return
         self._waiting[sequence.sequence_id] = sequence
+        if self._wake is not None and self.wants_target:
+            self._wake()
         self._give_up_timers[sequence.sequence_id] = loop.call_at(
             until, self._fail, sequence, UnavailableError(text)
         )

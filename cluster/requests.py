@@ -15,6 +15,7 @@ from paceline.actors.engine.parameters import (
     StoppingParams,
     VerificationRule,
 )
+from paceline.actors.engine.priority import check_priority
 from paceline.cluster.errors import ModelNotFoundError
 from paceline.cluster.request_parameters import (
     check_something_is_allowed,
@@ -26,6 +27,7 @@ from paceline.cluster.request_parameters import (
     stop_strings,
     stopping_params,
 )
+from paceline.cluster.time_limit import TimeLimit, timeout_of
 from paceline.cluster.tokenization import ChatMessage
 from paceline.protos import generation_pb2 as proto
 
@@ -81,6 +83,10 @@ class CheckedRequest:
     """Number of choices."""
     logprobs: int | None = None
     """Top entries to report for each token; None = no logprobs."""
+    priority: int = 0
+    """Lower = served earlier."""
+    time_limit: TimeLimit | None = None
+    """How long all of it may take; None = what the gateway allows, from now on."""
 
     def choice(self, index: int) -> CheckedRequest:
         """The request of choice ``index`` alone, which gives the same tokens."""
@@ -159,13 +165,18 @@ def check_parameters(message: proto.GenerateRequest) -> None:
     _check_request_id(message.request_id)
     num_choices(message.sampling)
     num_logprobs(message)
+    check_priority(message.priority)
+    timeout_of(message)
     sampling_params(message, seed=0)
     speculation_params(message.speculation, VerificationRule.COUPLED)
     check_stopping(message.stopping)
 
 
 def check_request(
-    message: proto.GenerateRequest, prompt_token_ids: Sequence[int], model: ServedModel
+    message: proto.GenerateRequest,
+    prompt_token_ids: Sequence[int],
+    model: ServedModel,
+    time_limit: TimeLimit | None = None,
 ) -> CheckedRequest:
     """Resolve a request whose input is known in token ids.
 
@@ -204,6 +215,8 @@ def check_request(
         stop_strings=stop_strings(message.stopping.stop),
         n=num_choices(message.sampling),
         logprobs=num_logprobs(message),
+        priority=message.priority,
+        time_limit=time_limit,
     )
 
 

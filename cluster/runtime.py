@@ -191,6 +191,8 @@ def quiet_environment() -> dict[str, str]:
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # What is left running when Ray has been left must not start another one.
+        "RAY_ENABLE_AUTO_CONNECT": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
     }
 
@@ -221,6 +223,7 @@ class Runtime:
         namespace: str = RAY_NAMESPACE,
         haproxy: bool = True,
         verbose: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> Runtime:
         """Join the cluster at ``address`` ("auto": the one that runs on this machine), or start one.
 
@@ -230,6 +233,7 @@ class Runtime:
                 cores: a laptop with two cores may run five replicas.
             haproxy: serve through HAProxy where its binary is present; a Ray of our own only.
             verbose: show the logs of all actors.
+            environment: variables of a Ray of our own that the user's environment does not set.
 
         Raises:
             RuntimeStartError: no Ray at the address, or it does not start.
@@ -241,6 +245,8 @@ class Runtime:
         }
         if address:
             return cls._join(address, options)
+        for name, value in (environment or {}).items():
+            os.environ.setdefault(name, value)
         return cls._start({**options, "num_cpus": num_cpus, "include_dashboard": include_dashboard}, haproxy)
 
     @classmethod
@@ -293,6 +299,10 @@ class Runtime:
     @property
     def started_ray(self) -> bool:
         return self._started_ray
+
+    def resources(self) -> dict[str, float]:
+        """What all nodes have together: Ray's name of a resource -> amount."""
+        return dict(_import_ray().cluster_resources())
 
     @property
     def log_folder(self) -> Path | None:

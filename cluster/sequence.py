@@ -10,6 +10,7 @@ from paceline.actors.engine.messages import Committed, Submit, TokenLogprobs
 from paceline.actors.engine.parameters import FinishReason, SpeculationStats
 from paceline.actors.engine.stopping import find_stop
 from paceline.cluster.requests import CheckedRequest
+from paceline.cluster.time_limit import TimeLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,11 @@ class Sequence:
     the present epoch count.
     """
 
-    def __init__(self, sequence_id: str, request: CheckedRequest) -> None:
+    def __init__(self, sequence_id: str, request: CheckedRequest, limit: TimeLimit | None = None) -> None:
         self.sequence_id = sequence_id
         self.request = request
+        self.limit = limit
+        """How long it may live; None = for ever."""
         self.epoch = 0
         self.num_losses = 0
         """How often it has lost its target."""
@@ -92,8 +95,12 @@ class Sequence:
         self._changed.clear()
         await self._changed.wait()
 
-    def next_submit(self) -> Submit:
-        """Begin a new placement: its epoch fences the messages of the former ones."""
+    def next_submit(self, now: float) -> Submit:
+        """Begin a new placement: its epoch fences the messages of the former ones.
+
+        Args:
+            now: by the event loop's clock; what is left of the limit goes along.
+        """
         if self._submitted:
             self.epoch += 1
         self._submitted = True
@@ -107,6 +114,8 @@ class Sequence:
             stopping=request.stopping,
             speculation=request.speculation,
             logprobs=request.logprobs,
+            priority=request.priority,
+            ttl_seconds=None if self.limit is None else self.limit.deadline - now,
         )
 
     def read(self, start: int) -> CommittedTokens:

@@ -16,6 +16,7 @@ from paceline.actors.wire import finish_reason_to_proto, rule_to_proto, speculat
 from paceline.cluster.errors import UnavailableError
 from paceline.cluster.gateway import Gateway
 from paceline.cluster.generation import Piece, generate_pieces
+from paceline.cluster.latency import Observe, RequestTimer
 from paceline.cluster.request_parameters import constraint_of
 from paceline.cluster.requests import (
     CheckedRequest,
@@ -28,6 +29,7 @@ from paceline.cluster.requests import (
     check_size,
 )
 from paceline.cluster.sequence import SequenceResult
+from paceline.cluster.time_limit import TimeLimit, time_limit
 from paceline.cluster.token_texts import TokenTexts
 from paceline.cluster.tokenization import TextCodec
 from paceline.protos import generation_pb2 as proto
@@ -56,24 +58,38 @@ class GenerationLogic:
     """``paceline.v1.GenerationService`` without its transport.
 
     Every method raises ``RequestError`` or ``InvalidArgumentError`` for a request that cannot be served.
-    Cancelling a call, or closing its iterator, frees what it holds on the target.
+    Cancelling a call, or closing its iterator, frees what it holds on the target. A request's time limit
+    counts from ``arrived_at`` (by the event loop's clock; None = now).
     """
 
-    def __init__(self, gateway: Gateway, codec: TextCodec, info: ServiceInfo) -> None:
+    def __init__(
+        self, gateway: Gateway, codec: TextCodec, info: ServiceInfo, observe: Observe | None = None
+    ) -> None:
         self._gateway = gateway
         self._codec = codec
         self._info = info
+        self._observe = observe
         self._texts = TokenTexts(codec)
         # One thread: a tokenizer is not promised to be safe for use by several.
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        # Of their own: a crowd of dear constraints holds up nothing but one another.
+        self._constraint_threads = ThreadPoolExecutor(2, thread_name_prefix="constraint")
 
-    async def generate(self, message: proto.GenerateRequest) -> proto.GenerateResponse:
-        request = await self._check(message)
+    def time_limit(self, message: proto.GenerateRequest, arrived_at: float | None = None) -> TimeLimit | None:
+        """How long the request may take; None = for ever."""
+        return time_limit(message, self._gateway.request_timeout_seconds, _now_unless(arrived_at))
+
+    async def generate(
+        self, message: proto.GenerateRequest, arrived_at: float | None = None
+    ) -> proto.GenerateResponse:
+        timer = RequestTimer(_now_unless(arrived_at), self._observe)
+        request = await self._check(message, arrived_at)
         choices = [proto.Choice(index=index) for index in range(request.n)]
         texts: list[list[str]] = [[] for _ in choices]
         results: dict[int, SequenceResult] = {}
         async with aclosing(generate_pieces(self._gateway, request, self._codec)) as pieces:
             async for index, piece in pieces:
+                timer.note(index, len(piece.token_ids), ended=piece.result is not None)
                 choice = choices[index]
                 texts[index].append(piece.text)
                 choice.token_ids.extend(piece.token_ids)
@@ -101,15 +117,17 @@ class GenerationLogic:
         )
 
     async def generate_stream(
-        self, message: proto.GenerateRequest
+        self, message: proto.GenerateRequest, arrived_at: float | None = None
     ) -> AsyncGenerator[proto.GenerateChunk, None]:
         """Chunks, each with everything that was committed for its choice since that choice's last one. A
         chunk may have token ids and no text yet (a character that is not complete, a possible beginning of
         a stop string)."""
-        request = await self._check(message)
+        timer = RequestTimer(_now_unless(arrived_at), self._observe)
+        request = await self._check(message, arrived_at)
         num_tokens = [0] * request.n
         async with aclosing(generate_pieces(self._gateway, request, self._codec)) as pieces:
             async for index, piece in pieces:
+                timer.note(index, len(piece.token_ids), ended=piece.result is not None)
                 num_tokens[index] += len(piece.token_ids)
                 yield self._chunk(request, index, piece, num_tokens[index])
 
@@ -143,25 +161,29 @@ class GenerationLogic:
         )
 
     def close(self) -> None:
-        """Give the tokenizer's thread back. The gateway is its owner's to close."""
-        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        """Give the threads back. The gateway is its owner's to close."""
+        for threads in (self._tokenizer_thread, self._constraint_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _check(self, message: proto.GenerateRequest) -> CheckedRequest:
+    async def _check(self, message: proto.GenerateRequest, arrived_at: float | None) -> CheckedRequest:
         check_model(message.model, self._info.model)
         check_parameters(message)
+        limit = self.time_limit(message, arrived_at)
         if (constraint := constraint_of(message)) is not None:
-            # Takes milliseconds, about a second at the worst, and no vocabulary: what only that can tell
+            # Takes milliseconds, some seconds at the worst, and no vocabulary: what only that can tell
             # (names of special tokens in a grammar) is said by the target.
-            await asyncio.to_thread(check_grammar, constraint)
+            await asyncio.get_running_loop().run_in_executor(
+                self._constraint_threads, check_grammar, constraint
+            )
         source = check_input(message)
         model = await self._served_model()
         check_size(source, model, self._codec.max_token_characters)
         token_ids = await self._run(source.size, lambda: self._encode(source))
-        return check_request(message, token_ids, model)
+        return check_request(message, token_ids, model, limit)
 
     async def _served_model(self) -> ServedModel:
         """What every target at hand can serve, so that a request can move between them."""
-        identities = await self._gateway.identities()
+        identities = await self._gateway.awake_identities()
         lengths = [min(item.max_model_len, item.kv_capacity_tokens) for item in identities]
         if self._info.max_model_len is not None:
             lengths.append(self._info.max_model_len)
@@ -207,3 +229,8 @@ class GenerationLogic:
             chunk.speculation.CopyFrom(speculation_stats_to_proto(piece.result.speculation))
             chunk.seed = request.choice(index).sampling.seed
         return chunk
+
+
+def _now_unless(arrived_at: float | None) -> float:
+    """By the event loop's clock."""
+    return asyncio.get_running_loop().time() if arrived_at is None else arrived_at

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from paceline.actors import weights
+from paceline.actors.engine.errors import ModelError
 from paceline.actors.vocabulary import check_compatible, vocabulary_hash
 from paceline.actors.weight_progress import ProgressCallback, silent
+from paceline.cluster.auth import first_token
 from paceline.cluster.client import connect
-from paceline.cluster.config import PacelineConfig
+from paceline.cluster.config import ModelPool, PacelineConfig
+from paceline.cluster.replica_options import bundle_cpus, is_sharded, missing_resource
+from paceline.cluster.request_limits import message_environment
 from paceline.cluster.runtime import (
     POLL_SECONDS,
     OnProgress,
@@ -48,14 +52,16 @@ def check_models(config: PacelineConfig, progress: ProgressCallback = silent) ->
     """See that the models are there and speak the same token ids, before anything starts.
 
     Raises:
-        ModelError: a model is missing, with the remedy.
+        ModelError: a model is missing or cannot be divided as it is to be, with the remedy.
         IncompatibleDraftError: the draft's token map is another one.
     """
     target_source = weights.resolve(config.model, progress)
     check_emulated(config)
+    check_divided(config, config.target, target_source)
     if config.draft is None:
         return
     draft_source = weights.resolve(config.draft.model, progress)
+    check_divided(config, config.draft, draft_source)
     if draft_source == target_source or _same_tokenizer_file(target_source, draft_source):
         return
     target = load_codec(target_source, trust_remote_code=config.trust_remote_code)
@@ -66,6 +72,22 @@ def check_models(config: PacelineConfig, progress: ProgressCallback = silent) ->
         target_model=config.model,
         target_vocabulary=vocabulary_hash(target.vocabulary()),
     )
+
+
+def check_divided(config: PacelineConfig, pool: ModelPool, source: str) -> None:
+    """Raises: ModelError for a model that does not divide among the pool's ranks, from its configuration."""
+    from paceline.actors.model_spec import EMULATED_SCHEME
+
+    if not is_sharded(pool):
+        return
+    name = "target" if pool is config.target else "draft"
+    if source.startswith(EMULATED_SCHEME):
+        raise ModelError(f"{name}.tensor_parallel_size: an emulated model is not divided: set it to 1")
+    from paceline.actors.engine.loading import load_model_config
+    from paceline.actors.engine.tensor_parallel import check_tensor_parallel
+
+    loaded = load_model_config(source, trust_remote_code=config.trust_remote_code)
+    check_tensor_parallel(loaded, pool.tensor_parallel_size, name)
 
 
 def check_emulated(config: PacelineConfig) -> None:
@@ -101,7 +123,7 @@ def required_cpus(config: PacelineConfig) -> int:
     for pool in pools:
         autoscaling = pool.autoscaling_config
         most = autoscaling.max_replicas if autoscaling is not None else pool.num_replicas
-        reserved += most * pool.ray_actor_options.num_cpus
+        reserved += most * bundle_cpus(pool)
     return max(os.cpu_count() or 1, int(reserved) + 1)
 
 
@@ -138,6 +160,7 @@ def serving(
         RuntimeStartError: the service does not come up; what was started has been stopped again.
     """
     port = config.gateway.grpc_port
+    token = first_token(config.security.tokens_file)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     joined = cluster_to_join(config, address)
     if joined is None and not port_is_free(port, "0.0.0.0"):
@@ -150,8 +173,11 @@ def serving(
         include_dashboard=config.ray.include_dashboard,
         namespace=config.ray.namespace,
         verbose=verbose,
+        environment=message_environment(config.security),
     )
     with runtime:
+        if runtime.started_ray:
+            check_resources(config, runtime.resources())
         # Only now: Ray Serve reads its environment when it is imported.
         from paceline.cluster.application import build_app
 
@@ -163,28 +189,45 @@ def serving(
         runtime.wait_until_ready(APPLICATION_NAME, on_progress=on_progress, timeout_seconds=left)
         host = "127.0.0.1" if config.gateway.http_host in ("0.0.0.0", "::") else config.gateway.http_host
         grpc_address = f"{host}:{port}"
-        info = probe(grpc_address, runtime)
+        info = probe(grpc_address, runtime, token, may_sleep=config.target.may_sleep)
         yield RunningService(grpc_address, runtime.ray_address, runtime.started_ray, info)
         drain_gateways(config.gateway.graceful_shutdown_timeout_s)
 
 
+def check_resources(config: PacelineConfig, available: Mapping[str, float]) -> None:
+    """Raises: RuntimeStartError for a replica that a cluster that does not grow cannot hold: it would wait
+    for ever."""
+    for name, pool in (("target", config.target), ("draft", config.draft)):
+        if pool is not None and (missing := missing_resource(pool, available)) is not None:
+            raise RuntimeStartError(
+                f"{name}: {missing}; lower {name}.tensor_parallel_size or {name}.ray_actor_options, or serve "
+                "on a larger cluster with --address"
+            )
+
+
 def drain_gateways(timeout_seconds: float) -> None:
     """New requests are refused from now on; returns when those that run have ended, or the time is over."""
-    from paceline.cluster.application import GATEWAY
-    from paceline.cluster.directory import DRAIN_METHOD, ask_replicas
+    from paceline.cluster.deployment_names import GATEWAY
+    from paceline.cluster.directory import DRAIN_METHOD, ask_replicas, lent
 
-    handle = import_serve().get_deployment_handle(GATEWAY, APPLICATION_NAME)
-    ask_replicas(handle, DRAIN_METHOD, timeout_seconds=timeout_seconds)
+    with lent(import_serve().get_deployment_handle(GATEWAY, APPLICATION_NAME)) as handle:
+        ask_replicas(handle, DRAIN_METHOD, timeout_seconds=timeout_seconds)
 
 
-def probe(grpc_address: str, runtime: Runtime) -> proto.GetModelInfoResponse:
+def probe(
+    grpc_address: str, runtime: Runtime, token: str | None = None, *, may_sleep: bool = False
+) -> proto.GetModelInfoResponse:
     """Ask the public endpoint who it is, until it has a target: the last sign that the service is up.
+
+    Args:
+        token: one that the service lets in, where it asks for any.
+        may_sleep: it is up without a target, too.
 
     Raises:
         RuntimeStartError: nobody answers, it is not this service, or its gateway finds no target.
     """
     deadline = time.monotonic() + PROBE_TIMEOUT_SECONDS
-    with connect(grpc_address) as stub:
+    with connect(grpc_address, token) as stub:
         while True:
             left = max(deadline - time.monotonic(), 0.1)
             try:
@@ -193,7 +236,7 @@ def probe(grpc_address: str, runtime: Runtime) -> proto.GetModelInfoResponse:
                 )
             except grpc.RpcError as error:
                 raise RuntimeStartError(_unanswered(grpc_address, error, runtime)) from error
-            if info.num_targets:
+            if info.num_targets or may_sleep:
                 return info
             if time.monotonic() > deadline:
                 raise RuntimeStartError(

@@ -48,6 +48,9 @@ class TargetEvents(Protocol):
 
     def on_finished(self, target: AttachedTarget, message: Finished) -> None: ...
 
+    def on_draining(self, target: AttachedTarget) -> None:
+        """The target takes nothing new any more; it goes on with what has begun there."""
+
     def on_lost(self, target: AttachedTarget) -> None:
         """The target is in the pool no more; ``target.sequences`` need another place."""
 
@@ -66,6 +69,8 @@ class AttachedTarget:
         self.leaving = False
         self.lost = False
         self.sequences: dict[str, Sequence] = {}
+        self._begun: set[str] = set()
+        """Ids of those for which it has committed anything."""
         self._unreported: dict[str, int] = {}
         """Sequence id → its tokens, for submits after the last report."""
         self._pool = pool
@@ -82,9 +87,14 @@ class AttachedTarget:
             leaving=self.leaving,
         )
 
+    @property
+    def not_begun(self) -> list[Sequence]:
+        """Sequences that would lose nothing by going elsewhere: they queue there, or their prompts do."""
+        return [item for item in self.sequences.values() if item.sequence_id not in self._begun]
+
     def submit(self, sequence: Sequence) -> None:
         """Raises: PacelineError if the target is gone."""
-        self.link.submit(sequence.next_submit())
+        self.link.submit(sequence.next_submit(asyncio.get_running_loop().time()))
         self.sequences[sequence.sequence_id] = sequence
         self._unreported[sequence.sequence_id] = sequence.num_tokens
 
@@ -95,21 +105,27 @@ class AttachedTarget:
         """The sequence is not here any more."""
         self.sequences.pop(sequence.sequence_id, None)
         self._unreported.pop(sequence.sequence_id, None)
+        self._begun.discard(sequence.sequence_id)
         self._pool.leave_if_idle(self)
 
     # ---- ExecutionEvents
 
     def on_committed(self, target_id: str, committed: Committed) -> None:
+        if committed.sequence_id in self.sequences:
+            self._begun.add(committed.sequence_id)
         self._events.on_committed(self, committed)
 
     def on_finished(self, target_id: str, finished: Finished) -> None:
         self._events.on_finished(self, finished)
 
     def on_load(self, target_id: str, load: Load) -> None:
+        was_draining = self.reported is not None and self.reported.draining
         self.reported = load
         self._unreported.clear()
         if not load.draining:
             self._events.on_ready()
+        elif not was_draining:
+            self._events.on_draining(self)
 
     def on_lost(self, target_id: str, reason: str) -> None:
         self._pool.lose(self, reason)

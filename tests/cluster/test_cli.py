@@ -209,10 +209,11 @@ def test_generate_carries_every_option_of_the_sampling_surface(
         *("generate", "Tell", "-a", address, "--n", "2", "--logprobs", "3", "--min-tokens", "2"),
         *("--repetition-penalty", "1.25", "--presence-penalty", "-1", "--frequency-penalty", "0.5"),
         *("--logit-bias", "198=-100", "--logit-bias", "5=0.25", "--grammar", str(grammar)),
-        *("--verification", "block"),
+        *("--verification", "block", "--priority", "-3", "--timeout", "60"),
     )
     assert code == 0
     (request,) = service.requests
+    assert (request.priority, request.timeout_s) == (-3, 60.0)
     sampling = request.sampling
     assert (sampling.n, request.logprobs, request.stopping.min_tokens) == (2, 3, 2)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (
@@ -228,6 +229,7 @@ def test_generate_carries_every_option_of_the_sampling_surface(
 def test_what_is_not_asked_for_is_not_sent() -> None:
     request = build_request("Tell", RequestOptions())
     assert not request.HasField("logprobs")
+    assert not request.HasField("timeout_s")
     assert not request.HasField("constraint")
     assert not request.sampling.HasField("repetition_penalty")
     assert request.speculation.verification == proto.VERIFICATION_RULE_UNSPECIFIED

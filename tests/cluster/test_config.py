@@ -82,9 +82,9 @@ def test_a_draft_has_the_served_models_number_format_unless_it_says_otherwise() 
     assert load_config({**content, "draft": {"model": "d", "dtype": "bfloat16"}}).draft_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_deterministic_reaches_both_pools(deterministic: bool) -> None:
-    assert load_config({"model": "m"}).deterministic
+@pytest.mark.parametrize("deterministic", [True, False, None])
+def test_deterministic_reaches_both_pools(deterministic: bool | None) -> None:
+    assert load_config({"model": "m"}).deterministic is None
     config = load_config({"model": "m", "draft": "d", "deterministic": deterministic})
     assert target_spec(config, "t").model.deterministic is deterministic
     assert draft_spec(config, "d").model.deterministic is deterministic
@@ -185,8 +185,21 @@ def test_whole_numbers_do_for_numbers() -> None:
             "speculation.verification: is 'typical' — give coupled, standard or block",
         ),
         (
-            {"target": {"tensor_parallel_size": 2}},
-            "target.tensor_parallel_size: is 2, and sharded models are not available — set it to 1",
+            {"target": {"tensor_parallel_size": 0}},
+            "target.tensor_parallel_size: is 0 — give a number at least 1",
+        ),
+        (
+            {"target": {"placement_group_strategy": "STRICT_PACK"}},
+            "target.placement_group_strategy: is for replicas of several ranks, yet tensor_parallel_size is "
+            "1 — remove one of the two",
+        ),
+        (
+            {"target": {"kv_cache": {"memory_fraction": 1.0}}},
+            "target.kv_cache.memory_fraction: is 1.0 — give a number below 1",
+        ),
+        (
+            {"target": {"kv_cache": {"memory_fraction": 0.5, "num_blocks": 9}}},
+            "target.kv_cache.num_blocks: contradicts memory_fraction — give one of the two",
         ),
         (
             {"target": {"ray_actor_options": {"resources": {"gpu": "one"}}}},

@@ -512,3 +512,42 @@ def test_settings_are_checked() -> None:
         GatewaySettings(request_timeout_seconds=0)
     with pytest.raises(ValueError, match="max_losses"):
         GatewaySettings(max_losses=-1)
+
+
+async def test_what_has_not_begun_on_a_draining_target_begins_elsewhere_at_once(
+    targets: ScriptedTargets,
+) -> None:
+    await targets.attach("a")
+    request = checked(max_tokens=4)
+    with targets.gateway.open(request) as running, targets.gateway.open(request) as queued:
+        old = targets.links["a"]
+        first, second = old.submits
+        old.commit(first, 1)
+        await targets.attach("a", "b")
+        old.report(2, draining=True)
+        # What runs there goes on there.
+        assert [cancel.sequence_id for cancel in old.cancels] == [second.sequence_id]
+        (moved,) = targets.links["b"].submits
+        assert (moved.sequence_id, moved.epoch) == (second.sequence_id, second.epoch + 1)
+        old.report(1, draining=True)
+        assert len(targets.links["b"].submits) == 1
+        old.commit(first, 3, base=4)
+        old.finish(first)
+        targets.links["b"].commit(moved, 4)
+        targets.links["b"].finish(moved)
+        assert await collect(running) == completion(request, 4)
+        assert await collect(queued) == completion(request, 4)
+    assert_clean(targets)
+
+
+async def test_the_only_target_finishes_what_it_has_while_it_drains(targets: ScriptedTargets) -> None:
+    await targets.attach("a")
+    request = checked(max_tokens=4)
+    with targets.gateway.open(request) as stream:
+        only, submit = placed(targets)
+        only.report(1, draining=True)
+        assert only.cancels == []
+        only.commit(submit, 4)
+        only.finish(submit)
+        assert await collect(stream) == completion(request, 4)
+    assert_clean(targets)

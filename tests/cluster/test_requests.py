@@ -88,6 +88,12 @@ BAD_WHATEVER_THE_MODEL: list[tuple[str, proto.GenerateRequest, str]] = [
     ("sampling.logit_bias", sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "at most 1024"),
     ("sampling.bad_token_ids[1]", sampling(bad_token_ids=[3, -3]), "-3"),
     ("sampling.bad_token_ids", sampling(bad_token_ids=range(1025)), "at most 1024"),
+    ("priority", request(priority=-101), r"\[-100, 100\]"),
+    ("priority", request(priority=101), "101"),
+    ("timeout_s", request(timeout_s=0), r"\(0, 31536000\]"),
+    ("timeout_s", request(timeout_s=-2), "-2"),
+    ("timeout_s", request(timeout_s=math.nan), "nan"),
+    ("timeout_s", request(timeout_s=math.inf), "inf"),
     ("logprobs", request(logprobs=-1), r"\[0, 20\]"),
     ("logprobs", request(logprobs=21), r"\[0, 20\]"),
     ("constraint", constraint(), "json_schema, regex, choice and grammar"),
@@ -240,6 +246,7 @@ def test_every_parameter_survives() -> None:
         ),
         constraint=proto.Constraint(regex="[a-z]+"),
         logprobs=20,
+        priority=-100,
     )
     checked = check_request(message, PROMPT, MODEL)
     sampled = checked.sampling
@@ -247,7 +254,7 @@ def test_every_parameter_survives() -> None:
     assert sampled.logit_bias == ((2, -100.0), (5, 0.25), (9, 100.0))
     assert sampled.bad_token_ids == (3, 8)
     assert sampled.constraint == Constraint(ConstraintKind.REGEX, "[a-z]+")
-    assert (checked.n, checked.logprobs) == (5, 20)
+    assert (checked.n, checked.logprobs, checked.priority) == (5, 20, -100)
     assert check_request(request(logprobs=0), PROMPT, MODEL).logprobs == 0
 
 

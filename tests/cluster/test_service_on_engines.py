@@ -150,3 +150,24 @@ async def test_full_targets_answer_resource_exhausted_and_recover() -> None:
     assert all(isinstance(r, proto.GenerateResponse | OverloadedError) for r in results)
     assert len((await cluster.logic.generate(request(1))).choices[0].token_ids) == 40
     await cluster.stop()
+
+
+async def test_priorities_reach_the_targets_queue() -> None:
+    cluster = Cluster({"a": EngineTarget("a", SOURCE, TargetEngineConfig(max_num_seqs=1))})
+    await cluster.start()
+    order: list[int] = []
+
+    async def ask(priority: int) -> None:
+        message = request(priority + 10, max_tokens=10)
+        message.priority = priority
+        response = await cluster.logic.generate(message)
+        order.append(priority)
+        assert list(response.choices[0].token_ids) == expected(message)
+
+    async with aclosing(cluster.logic.generate_stream(request(1, max_tokens=400))) as running:
+        await anext(running)
+        asked = [asyncio.create_task(ask(priority)) for priority in (0, 3, -1, 2, -4)]
+        await eventually(cluster.targets["a"], lambda snapshot: snapshot.num_waiting == len(asked))
+    await asyncio.gather(*asked)
+    assert order == [-4, -1, 0, 2, 3]
+    await cluster.stop()

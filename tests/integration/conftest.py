@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cluster.auth import first_token
 from paceline.cluster.cli_status import collect_status
 from paceline.cluster.client import connect
 from paceline.cluster.config import PacelineConfig, load_config
@@ -50,8 +52,8 @@ def grpc_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def runtime(grpc_port: int) -> Iterator[Runtime]:
-    """A Ray cluster of this session's own, with Serve on free ports. Removed with everything on it."""
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of this session's own, of one node. Removed with everything on it."""
     # Unix sockets below it must stay within 107 bytes: pytest's own folders are too deep.
     folder = Path(tempfile.mkdtemp(prefix="pl-test-", dir="/tmp"))
     before = dict(os.environ)
@@ -68,17 +70,25 @@ def runtime(grpc_port: int) -> Iterator[Runtime]:
             "include_dashboard": False,
             "temp_dir": str(folder / "ray"),
             "dashboard_agent_listen_port": free_port(),
+            # Ten seconds by default.
+            "_system_config": {"metrics_report_interval_ms": 1000},
         },
     )
     try:
-        with Runtime.open(address=cluster.address, num_cpus=0) as joined:
-            joined.start_serve(host="127.0.0.1", port=grpc_port, http_port=free_port_range(1))
-            yield joined
+        yield cluster
     finally:
         cluster.shutdown()
         os.environ.clear()
         os.environ.update(before)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def runtime(cluster: Any, grpc_port: int) -> Iterator[Runtime]:
+    """That cluster, joined, with Serve on free ports."""
+    with Runtime.open(address=cluster.address, num_cpus=0) as joined:
+        joined.start_serve(host="127.0.0.1", port=grpc_port, http_port=free_port_range(1))
+        yield joined
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,13 @@ def wait_until(condition: Callable[[], object], *, timeout_seconds: float, what:
 
 
 @contextlib.contextmanager
-def deployed(runtime: Runtime, grpc_port: int, content: Mapping[str, Any]) -> Iterator[Service]:
+def deployed(
+    runtime: Runtime,
+    grpc_port: int,
+    content: Mapping[str, Any],
+    *,
+    timeout_seconds: float = START_TIMEOUT_SECONDS,
+) -> Iterator[Service]:
     """The service of a configuration, for the length of the block."""
     from paceline.cluster.application import build_app
 
@@ -123,19 +139,19 @@ def deployed(runtime: Runtime, grpc_port: int, content: Mapping[str, Any]) -> It
     runtime.deploy(build_app(config), name=APPLICATION_NAME, route_prefix=ROUTE_PREFIX)
     try:
         runtime.wait_until_ready(
-            APPLICATION_NAME, on_progress=lambda pools: None, timeout_seconds=START_TIMEOUT_SECONDS
+            APPLICATION_NAME, on_progress=lambda pools: None, timeout_seconds=timeout_seconds
         )
         address = f"127.0.0.1:{grpc_port}"
-        probe(address, runtime)
-        with connect(address) as stub:
+        token = first_token(config.security.tokens_file)
+        probe(address, runtime, token, may_sleep=config.target.may_sleep)
+        with connect(address, token) as stub:
             yield Service(stub, address, config)
     finally:
         runtime.remove(APPLICATION_NAME)
 
 
 @pytest.fixture(scope="module")
-def deploy(
-    runtime: Runtime, grpc_port: int
-) -> Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[Service]]:
-    """A function from a configuration's content to its running service (a context manager)."""
-    return lambda content: deployed(runtime, grpc_port, content)
+def deploy(runtime: Runtime, grpc_port: int) -> Callable[..., contextlib.AbstractContextManager[Service]]:
+    """A function from a configuration's content to its running service (a context manager). Its
+    ``timeout_seconds`` bounds the start."""
+    return functools.partial(deployed, runtime, grpc_port)

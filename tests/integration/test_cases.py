@@ -76,9 +76,9 @@ def behind_haproxy() -> bool:
     return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
 
 
-async def cancel_at_random(address: str, num_streams: int) -> list[grpc.StatusCode]:
+async def cancel_at_random(address: str, num_streams: int, seed: int) -> list[grpc.StatusCode]:
     """Open so many streams at once and cancel each within half a second; how each ended."""
-    rng = random.Random(58)
+    rng = random.Random(seed)
     async with grpc.aio.insecure_channel(address) as channel:
         stub = rpc.GenerationServiceStub(channel)
 
@@ -95,11 +95,11 @@ async def cancel_at_random(address: str, num_streams: int) -> list[grpc.StatusCo
         return await asyncio.gather(*(cancelled(i, rng.uniform(0.0, 0.5)) for i in range(num_streams)))
 
 
-def test_three_hundred_streams_cancelled_at_random_leave_nothing(service: Service) -> None:
+def check_three_hundred_cancelled_streams(service: Service, seed: int) -> None:
     """No cancellation is lost while a call is being set up: soon no token is generated any more."""
     expected = list(service.generate(prompt="peace", max_tokens=40, seed=1).choices[0].token_ids)
     before = num_committed(service)
-    codes = asyncio.run(cancel_at_random(service.address, 300))
+    codes = asyncio.run(cancel_at_random(service.address, 300, seed))
     assert set(codes) == {grpc.StatusCode.CANCELLED}
     # Serve's default proxy does not pass every cancellation on: those streams run to their end.
     wait_for_idle(service, 3.0 if behind_haproxy() else 60.0)
@@ -110,6 +110,17 @@ def test_three_hundred_streams_cancelled_at_random_leave_nothing(service: Servic
     again = service.generate(prompt="peace", max_tokens=40, seed=1)
     assert list(again.choices[0].token_ids) == expected
     assert again.speculation.accepted_tokens > 0
+
+
+def test_three_hundred_streams_cancelled_at_random_leave_nothing(service: Service) -> None:
+    check_three_hundred_cancelled_streams(service, seed=58)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(600)
+def test_three_hundred_streams_cancelled_at_random_five_times(service: Service) -> None:
+    for seed in range(5):
+        check_three_hundred_cancelled_streams(service, seed)
 
 
 def test_pings_on_an_idle_channel_are_allowed(service: Service) -> None:

@@ -220,6 +220,15 @@ def test_deadline_ends_the_stream_and_frees_it(service: Service) -> None:
     wait_for_idle(service)
 
 
+def test_the_requests_own_limit_ends_it_and_frees_it(service: Service) -> None:
+    """Also where the caller sets no deadline, or it is lost on its way."""
+    with pytest.raises(grpc.RpcError) as raised:
+        list(service.stub.GenerateStream(request("late", max_tokens=900, timeout_s=0.5)))
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert raised.value.details() == "the request took longer than its timeout_s = 0.5"
+    wait_for_idle(service)
+
+
 def test_status_shows_the_pools(service: Service) -> None:
     (target,) = service.replicas("target")
     (draft,) = service.replicas("draft")
