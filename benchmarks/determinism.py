@@ -33,15 +33,16 @@ if TYPE_CHECKING:
     from paceline.actors.engine.batch import ModelRunner
 
 BLOCK_SIZE = 16
+WAYS = ("alone", "among others", "drafted alone", "drafted among others", "target lost", "preempted")
 
 
 @dataclass(frozen=True)
 class Models:
-    """The same weights with a roomy KV pool, with a small one, and their draft."""
+    """A target, its draft, and the KV blocks that make the target preempt."""
 
     target: ModelRunner
-    small: ModelRunner
     draft: ModelRunner
+    few_blocks: int
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,25 @@ def differing(first: Result, second: Result) -> int:
     return sum(one != other for one, other in zip(first.token_ids, second.token_ids, strict=True))
 
 
-def load(model: str, draft: str, dtype: str, roomy: int, small: int, deterministic: bool) -> Models:
+def load(
+    model: str,
+    draft: str,
+    dtype: str,
+    num_blocks: int,
+    few_blocks: int,
+    num_threads: int | None,
+    deterministic: bool,
+) -> Models:
     from paceline.actors import model_spec
     from paceline.actors.model_spec import ModelSpec
 
-    def runner(source: str, num_blocks: int) -> ModelRunner:
-        spec = ModelSpec(source, dtype=dtype, num_blocks=num_blocks, deterministic=deterministic)
+    def runner(source: str) -> ModelRunner:
+        spec = ModelSpec(
+            source, dtype=dtype, num_blocks=num_blocks, num_threads=num_threads, deterministic=deterministic
+        )
         return model_spec.load(spec, max_num_batched_tokens=512).runner
 
-    return Models(runner(model, roomy), runner(model, small), runner(draft, roomy))
+    return Models(runner(model), runner(draft), few_blocks)
 
 
 class Study:
@@ -93,24 +104,26 @@ class Study:
 
     def ways(self) -> dict[str, Callable[[], Result]]:
         """The first is what the others are compared with."""
-        return {
-            "alone": lambda: self._alone(drafted=False),
-            "among others": lambda: self._together(drafted=False),
-            "drafted, alone": lambda: self._alone(drafted=True),
-            "drafted, among others": lambda: self._together(drafted=True),
-            "target lost": self._lost,
-            "preempted": self._preempted,
-        }
+        runs: Sequence[Callable[[], Result]] = (
+            lambda: self._alone(drafted=False),
+            lambda: self._together(drafted=False),
+            lambda: self._alone(drafted=True),
+            lambda: self._together(drafted=True),
+            self._lost,
+            self._preempted,
+        )
+        return dict(zip(WAYS, runs, strict=True))
 
-    def _pair(self, *, drafted: bool, small: bool = False) -> Lockstep:
+    def _pair(self, *, drafted: bool, few_blocks: bool = False) -> Lockstep:
         models = self._models
         return Lockstep(
-            models.small if small else models.target,
+            models.target,
             models.draft if drafted else None,
             num_speculative_tokens=self._gamma,
             max_tokens=self._max_tokens,
             temperature=self._temperature,
             max_num_seqs=self._concurrency,
+            num_blocks=models.few_blocks if few_blocks else None,
         )
 
     def _alone(self, *, drafted: bool) -> Result:
@@ -142,7 +155,7 @@ class Study:
 
     def _preempted(self) -> Result:
         started = time.perf_counter()
-        pair = self._pair(drafted=True, small=True)
+        pair = self._pair(drafted=True, few_blocks=True)
         answers = [pair.submit(prompt, index) for index, prompt in enumerate(self._prompts)]
         pair.run()
         seconds = time.perf_counter() - started
@@ -160,23 +173,37 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     temperatures: Annotated[str, typer.Option(help="Comma-separated.")] = "0,1",
     repeats: Annotated[int, typer.Option(help="Of the throughput, interleaved.")] = 3,
-    without: Annotated[bool, typer.Option(help="Count as well without deterministic numerics.")] = True,
+    ways: Annotated[
+        str | None,
+        typer.Option(help='Comma-separated, beside `alone`; all if left out; "" = throughput only.'),
+    ] = None,
+    num_threads: Annotated[int | None, typer.Option(help="Compute threads; all cores if left out.")] = None,
+    without: Annotated[
+        str, typer.Option(help="Whether to count without deterministic numerics: too, no or only.")
+    ] = "too",
     name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "determinism",
 ) -> None:
     """Run it, print the tables, write results/<name>.json."""
     token_ids = encoded(model, spec_bench(prompts, max_characters=max_characters))
     blocks = [-(-(len(ids) + max_tokens) // BLOCK_SIZE) + 1 for ids in token_ids]
     # Half of what the fullest step wants, and enough for any one sequence.
-    small = max(max(blocks), sum(sorted(blocks)[-concurrency:]) // 2)
+    few_blocks = max(max(blocks), sum(sorted(blocks)[-concurrency:]) // 2)
     results: dict[tuple[bool, float, str], Result] = {}
     speeds: dict[bool, list[float]] = {True: [], False: []}
     kinds = {
-        deterministic: load(model, draft, dtype, sum(blocks), small, deterministic)
-        for deterministic in ((True, False) if without else (True,))
+        deterministic: load(model, draft, dtype, sum(blocks), few_blocks, num_threads, deterministic)
+        for deterministic in {"too": (True, False), "no": (True,), "only": (False,)}[without]
     }
     degrees = [float(value) for value in temperatures.split(",")]
+    chosen = set(WAYS) if ways is None else {way.strip() for way in ways.split(",") if way.strip()}
+    if chosen:
+        chosen.add(WAYS[0])
+    if unknown := sorted(chosen - set(WAYS)):
+        raise typer.BadParameter(f"no such way: {', '.join(unknown)}; there are {', '.join(WAYS)}")
+    if len(kinds) == 1:
+        repeats = 0
     with Progress() as progress:
-        num_runs = len(kinds) * (len(degrees) * 6 + (repeats if without else 0))
+        num_runs = len(kinds) * (len(degrees) * len(chosen) + repeats)
         task = progress.add_task("ways", total=num_runs)
         studies = {
             (deterministic, temperature): Study(
@@ -192,6 +219,8 @@ def main(
         }
         for (deterministic, temperature), study in studies.items():
             for way, run in study.ways().items():
+                if way not in chosen:
+                    continue
                 result = results[deterministic, temperature, way] = run()
                 reference = results[deterministic, temperature, "alone"]
                 progress.console.print(
@@ -199,9 +228,9 @@ def main(
                     f"{differing(reference, result)} of {len(result.token_ids)} differ"
                 )
                 progress.advance(task)
-        for repeat in range(repeats if without else 0):
+        for repeat in range(repeats):
             for deterministic in (True, False) if repeat % 2 == 0 else (False, True):
-                run = studies[deterministic, degrees[0]].ways()["drafted, among others"]
+                run = studies[deterministic, degrees[0]].ways()["drafted among others"]
                 speeds[deterministic].append(run().tokens_per_second)
                 progress.advance(task)
     rows = []

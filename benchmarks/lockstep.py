@@ -19,7 +19,9 @@ from paceline.actors.engine.parameters import (
 from paceline.actors.engine.target_engine import TargetEngine
 
 if TYPE_CHECKING:
-    from paceline.actors.engine.batch import ModelRunner
+    import torch
+
+    from paceline.actors.engine.batch import ModelRunner, SequenceSlice
 
 PEER = "peer"
 
@@ -35,6 +37,20 @@ class Answer:
     """(absolute position, depth in its tail from 0, agreed) of each draft token that was compared."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finished: bool = False
+
+
+class FewBlocks:
+    """A runner of which only the first KV blocks are used."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
+        self._runner = runner
+        self.num_blocks = num_blocks
+        self.vocab_size = runner.vocab_size
+        self.max_model_len = runner.max_model_len
+        self.block_size = runner.block_size
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
+        return self._runner.forward(batch)
 
 
 class Lockstep:
@@ -55,8 +71,9 @@ class Lockstep:
         rule: str = "coupled",
         temperature: float = 0.0,
         max_num_seqs: int = 64,
+        num_blocks: int | None = None,
     ) -> None:
-        self._runner = target_runner
+        self._runner = target_runner if num_blocks is None else FewBlocks(target_runner, num_blocks)
         self._num_speculative_tokens = num_speculative_tokens if draft_runner is not None else 0
         self._max_tokens = max_tokens
         self._rule = VerificationRule(rule)

@@ -1,6 +1,6 @@
 """What a target step costs beside the model: emulated models that take no time, everything else real.
 
-    python -m benchmarks.overhead --sequences 1,16,64
+    python -m benchmarks.overhead --sequences 1,64,256
     python -m benchmarks.overhead --step-ms 10 --draft-step-ms 1 --with-drafts
 
 Client, proxy, gateway, target and draft are processes of their own, joined by Serve and the streams of the
@@ -58,7 +58,7 @@ PROMPT_LENGTH = 32
 WARM_UP_SECONDS = 1.5
 MEASURE_SECONDS = 4.0
 """At least; longer where ``WINDOW`` steps take longer."""
-MAX_SECONDS = 40.0
+MAX_SECONDS = 60.0
 """At most, should the steps be slow."""
 POLL_SECONDS = 0.5
 
@@ -127,15 +127,21 @@ class Result:
 
 
 def config_of(
-    acceptance: float, num_speculative_tokens: int | None, step_ms: float, draft_step_ms: float
+    acceptance: float,
+    num_speculative_tokens: int | None,
+    step_ms: float,
+    draft_step_ms: float,
+    most_sequences: int,
 ) -> PacelineConfig:
     keys = f"per_token_ms=0&vocab_size={VOCAB_SIZE}&max_model_len={MAX_MODEL_LEN}"
     draft = f"emulated://draft?base_ms={draft_step_ms}&{keys}&acceptance={acceptance}"
+    # Room for all of them in one step, each with a tail of the usual length.
+    room = {"num_threads": 1, "max_num_seqs": most_sequences, "max_num_batched_tokens": 16 * most_sequences}
     return load_config(
         {
             "model": f"emulated://target?base_ms={step_ms}&{keys}",
-            "draft": {"model": draft, "num_threads": 1},
-            "target": {"num_threads": 1, "kv_cache": {"num_blocks": 1 << 17}},
+            "draft": {"model": draft, **room},
+            "target": {"kv_cache": {"num_blocks": 1 << 17}, **room},
             "speculation": {
                 "ngram": {"enabled": False},
                 "num_speculative_tokens": num_speculative_tokens,
@@ -333,7 +339,7 @@ def report(results: Sequence[Result], name: str, settings: dict[str, Any]) -> No
 
 
 def main(
-    sequences: Annotated[str, typer.Option(help="Numbers of streams, comma-separated.")] = "1,16,64",
+    sequences: Annotated[str, typer.Option(help="Numbers of streams, comma-separated.")] = "1,16,64,256",
     drafts: Annotated[
         bool | None,
         typer.Option("--with-drafts/--without-drafts", help="Only one of the two; default: both."),
@@ -356,7 +362,8 @@ def main(
         for drafted in kinds
         for temperature in temperatures.split(",")
     ]
-    config = config_of(acceptance, gamma, step_ms, draft_step_ms)
+    most_sequences = max(64, *(load.num_sequences for load in loads))
+    config = config_of(acceptance, gamma, step_ms, draft_step_ms, most_sequences)
     with serving(config, address="local") as service:
         results = asyncio.run(measure_all(service.grpc_address, loads, profiles))
     settings = {

@@ -51,3 +51,19 @@ def encoded(model: str, prompts: Sequence[BenchPrompt]) -> list[list[int]]:
 
     codec = load_codec(str(weights.resolve(model)))
     return [codec.encode_conversation([ChatMessage("user", prompt.text, 0)]) for prompt in prompts]
+
+
+def chat_texts(model: str, prompts: Sequence[BenchPrompt]) -> dict[int, str]:
+    """Question id -> the prompt as the first turn of a conversation, in the template of ``model``."""
+    from transformers import AutoTokenizer
+
+    from paceline.actors import weights
+
+    tokenizer = AutoTokenizer.from_pretrained(str(weights.resolve(model)))
+    texts: dict[int, str] = {}
+    for prompt in prompts:
+        turns = [{"role": "user", "content": prompt.text}]
+        texts[prompt.question_id] = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True
+        )
+    return texts

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
@@ -32,6 +33,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def load_average() -> float:
+    """Of the machine, over the last minute."""
+    return os.getloadavg()[0]
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -41,23 +47,29 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third; of few values (below 4) the extremes instead of quartiles."""
+    middle = statistics.median(values)
+    if len(values) < 4:
+        return min(values), middle, max(values)
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
 def spread(values: Sequence[float]) -> str:
     """Median and quartiles, ``m [q1, q3]``."""
     if not values:
         return "-"
-    middle = statistics.median(values)
-    if len(values) < 4:
-        return f"{middle:.3g} [{min(values):.3g}, {max(values):.3g}]"
-    quartiles = statistics.quantiles(values, n=4)
-    return f"{middle:.3g} [{quartiles[0]:.3g}, {quartiles[2]:.3g}]"
+    low, middle, high = quartiles(values)
+    return f"{middle:.3g} [{low:.3g}, {high:.3g}]"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(escape(column), justify="left" if index == 0 else "right")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(escape(str(cell)) for cell in row))
     Console(width=None if os.isatty(1) else 140).print(table)
 
 
