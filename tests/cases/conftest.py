@@ -11,6 +11,7 @@ import pytest_asyncio
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from tests.cases.patience import be_patient
 from tests.cases.recitation import Recitation
 from tests.cases.reference import Reference
 from tests.cases.service import Service
@@ -23,6 +24,10 @@ NOISE = 0.05
 """Spread of the noise of a draft that agrees in part."""
 
 DRAFTS = ("equal", "noised", "unrelated")
+
+SLIPPING = {"noised": 7, "unrelated": 1}
+"""After every how many tokens a reciting draft is wrong. Rounds of 2, 3, 5 and 9 tokens do not keep step with
+7, or its wrong tokens could all come where the bonus token does."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +66,45 @@ async def services(tiny: TinyModels) -> AsyncIterator[dict[str, Service]]:
 
 @dataclass(frozen=True)
 class Reciter:
-    """A model that says known text."""
+    """A model that says known text, and its drafts, on disk."""
 
     recitation: Recitation
     model: str
+    drafts: dict[str, str]
+    """``equal``: knows the text too. ``noised``: slips after every 7th token. ``unrelated``: after each."""
 
 
 @pytest.fixture(scope="package")
 def reciter(tmp_path_factory: pytest.TempPathFactory) -> Reciter:
+    folder = tmp_path_factory.mktemp("reciter")
     recitation = Recitation()
-    return Reciter(recitation, recitation.save(tmp_path_factory.mktemp("reciter")))
+    model = recitation.save(folder / "equal")
+    noised, unrelated = (
+        recitation.save(folder / name, recitation.slips(every)) for name, every in SLIPPING.items()
+    )
+    return Reciter(recitation, model, {"equal": model, "noised": noised, "unrelated": unrelated})
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def reciting(reciter: Reciter) -> AsyncIterator[Service]:
+async def recitals(reciter: Reciter) -> AsyncIterator[dict[str, Service]]:
+    """The same reciting target with each kind of draft."""
+    async with AsyncExitStack() as stack:
+        yield {
+            name: await stack.enter_async_context(Service(reciter.model, reciter.drafts[name]))
+            for name in DRAFTS
+        }
+
+
+@pytest.fixture
+def reciting(recitals: dict[str, Service]) -> Service:
     """The draft knows the text too: every draft token is right."""
-    async with Service(reciter.model, reciter.model) as service:
-        yield service
+    return recitals["equal"]
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets wait for their drafts in this case, so that what it is about happens on a busy machine too."""
+    be_patient(monkeypatch)
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="package")

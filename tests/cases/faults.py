@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import pytest
 import torch
 
-from paceline.actors.engine import draft_engine, draft_sampling, drafts, ratio_verifier, verifier
+from paceline.actors import grammar
+from paceline.actors.engine import (
+    draft_engine,
+    draft_sampling,
+    draft_sequence,
+    drafts,
+    ratio_verifier,
+    verifier,
+)
+from paceline.actors.engine.constraint import Masks
 from paceline.actors.engine.draft_law import SparseLaw, quantize_law
 from paceline.actors.engine.draft_sampling import Draws
 from paceline.actors.engine.draft_sequence import DraftSequence
+from paceline.actors.engine.errors import ConstraintError
 from paceline.actors.engine.messages import DraftLaw
 from paceline.actors.engine.noise import FloatArray, Purpose
 from paceline.actors.engine.parameters import SamplingParams, VerificationRule
@@ -21,6 +33,7 @@ from paceline.actors.engine.processors import LogitProcessors
 from paceline.actors.engine.sampling import LogitEdit, process_logits
 from paceline.actors.engine.speculation import Proposal, Speculator
 from paceline.actors.engine.verification import Verification, pick, residual
+from paceline.actors.grammar_matcher import GrammarMatcher
 from paceline.protos import generation_pb2 as proto
 
 COUPLED: Final = proto.VERIFICATION_RULE_COUPLED
@@ -123,7 +136,7 @@ def _reuse_draft_noise(patch: pytest.MonkeyPatch, reusing: Purpose) -> None:
         return uniform(key, position, purpose)
 
     patch.setattr(drafts, "stay_seed", lambda seed, epoch, stay: seed)
-    patch.setattr(draft_sampling, "revision_seed", lambda draft_seed, revision: draft_seed)
+    patch.setattr(draft_sequence, "revision_seed", lambda draft_seed, revision: draft_seed)
     patch.setattr(ratio_verifier, "round_seed", remember)
     patch.setattr(ratio_verifier, "uniform", draw)
 
@@ -235,6 +248,44 @@ def remember_rejected_tokens(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogitProcessors, "edits", edits)
 
 
+class CarelessMatcher(GrammarMatcher):
+    """Passes over what its constraint does not allow for, instead of ending the sequence with an error."""
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            with suppress(ConstraintError):
+                super().advance([token_id])
+
+
+class StepwiseMatcher(CarelessMatcher):
+    def masks(self, tail: Sequence[int]) -> Masks:
+        return np.repeat(super().masks([]), len(tail) + 1, axis=0)
+
+
+class UnforgettingMatcher(CarelessMatcher):
+    _tail: Sequence[int] = ()
+
+    def masks(self, tail: Sequence[int]) -> Masks:
+        self._tail = list(tail)
+        return super().masks(tail)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        judged = zip(self._tail, token_ids, strict=False)
+        known = next((depth for depth, pair in enumerate(judged) if pair[0] != pair[1]), len(self._tail))
+        super().advance([*self._tail, *token_ids[known:]])
+        self._tail = ()
+
+
+def mask_once_per_step(patch: pytest.MonkeyPatch) -> None:
+    """6: all positions of a tail have the first one's mask."""
+    patch.setattr(grammar, "GrammarMatcher", StepwiseMatcher)
+
+
+def keep_masks_of_rejected_tokens(patch: pytest.MonkeyPatch) -> None:
+    """6: a matcher stays where a tail took it when that was rejected."""
+    patch.setattr(grammar, "GrammarMatcher", UnforgettingMatcher)
+
+
 def process_last_row_only(patch: pytest.MonkeyPatch) -> None:
     """7: penalties, bias and bans reach only the row that a bonus token is drawn from."""
     right = LogitProcessors.edits
@@ -290,8 +341,11 @@ FAULTS: Final = {
     "4: replaced from the target": Fault(replace_from_target, "top_k", 1.0),
     "4: replaced from the next row": Fault(replace_from_next_row, "top_k", 1.0),
     "5: law before the filters": Fault(send_law_before_filters, "top_k", 1.0),
+    "5: law before a narrow filter": Fault(send_law_before_filters, "top_2", 1.0),
     "6: once per step": Fault(penalise_once_per_step, "repetition", 1.0, EVERY_RULE),
     "6: rejected tokens count": Fault(remember_rejected_tokens, "frequency", 1.0, EVERY_RULE),
+    "6: mask once per step": Fault(mask_once_per_step, "constraint", 1.0, EVERY_RULE),
+    "6: mask of rejected tokens": Fault(keep_masks_of_rejected_tokens, "constraint", 1.0, EVERY_RULE),
     "7: edits of the last row only": Fault(process_last_row_only, "repetition", 1.0, EVERY_RULE),
     "7: filters of the last row only": Fault(filter_last_row_only, "top_p", 1.0),
     "8: another temperature": Fault(verify_at_another_temperature, "top_k", 0.5, EVERY_RULE),

@@ -13,20 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from scipy import stats
 from transformers import PreTrainedModel
 
-from paceline.actors.engine import speculation
-from paceline.actors.engine.sequence import TargetSequence
-from paceline.actors.engine.speculation import Speculator
 from paceline.protos import generation_pb2 as proto
 from tests.cases.naive import NaiveLaw
 from tests.cases.reference import Reference
 from tests.cases.service import Answer, Service
 from tests.cases.test_choices import stream_choices
 from tests.engine.models import noised, tiny_llama
+from tests.integration.tiny_models import BYTE_ALPHABET
 
 PROMPT = (7, 3, 9)
 LENGTH = 3
@@ -66,18 +63,45 @@ def draft_of(model: PreTrainedModel) -> PreTrainedModel:
 
 # ---------------------------------------------------------------- the law
 
-FILTERS = ("top_k", "top_p", "min_p", "repetition", "presence", "frequency", "bias", "bad", "all")
+FILTERS = (
+    "top_k",
+    "top_2",
+    "top_p",
+    "min_p",
+    "repetition",
+    "presence",
+    "frequency",
+    "bias",
+    "bad",
+    "constraint",
+    "all",
+)
 TEMPERATURES = (0.5, 1.0, 2.0)
+
+PLACES = "[!-~][0-9a-z][!-~][0-9a-z]*"
+"""A constraint whose mask is another one at each of the first places, and any later one at the third would be
+the wrong one. What is allowed at the second place is allowed at all others: whoever takes its mask for
+another's says nothing that is forbidden."""
+
+
+def allowed_at(completion: Sequence[int]) -> list[int]:
+    """Token ids that may come next under ``PLACES``."""
+    anywhere = {letter: index for index, letter in enumerate(BYTE_ALPHABET) if "!" <= letter <= "~"}
+    if len(completion) in (0, 2):
+        return list(anywhere.values())
+    return [token_id for letter, token_id in anywhere.items() if letter.isdigit() or letter.islower()]
 
 
 def setting(name: str, temperature: float, reference: Reference) -> NaiveLaw:
-    """Parameters by name, each with top-k 4. What is biased or banned is what is said most often without."""
+    """Parameters by name, each with top-k 4 if not of its own. What is biased or banned is what is said most
+    often without."""
     plain = joint_law(reference, NaiveLaw(temperature=1.0, top_k=4))
     often = [token_id for token_id, _ in expected_counts(plain).most_common(4)]
     # The same distance of two logits at any temperature.
     min_p = round(math.exp(-0.9 / temperature), 3)
     options: dict[str, dict[str, Any]] = {
         "top_k": {},
+        "top_2": {"top_k": 2},
         "top_p": {"top_p": 0.8},
         "min_p": {"min_p": min_p},
         "repetition": {"repetition_penalty": 1.5},
@@ -85,6 +109,7 @@ def setting(name: str, temperature: float, reference: Reference) -> NaiveLaw:
         "frequency": {"frequency_penalty": -1.5},
         "bias": {"logit_bias": {often[0]: -1.5, often[1]: 1.0, often[2]: -100.0}},
         "bad": {"bad_token_ids": often[:2]},
+        "constraint": {"constraint": proto.Constraint(regex=PLACES), "allowed": allowed_at},
     }
     everything: dict[str, Any] = {
         "top_p": 0.95,
@@ -95,7 +120,8 @@ def setting(name: str, temperature: float, reference: Reference) -> NaiveLaw:
         "logit_bias": {often[1]: -0.5},
         "bad_token_ids": often[:1],
     }
-    return NaiveLaw(temperature=temperature, top_k=4, **(everything if name == "all" else options[name]))
+    chosen = everything if name == "all" else options[name]
+    return NaiveLaw(**{"temperature": temperature, "top_k": 4} | chosen)
 
 
 def joint_law(reference: Reference, law: NaiveLaw) -> JointLaw:
@@ -154,30 +180,6 @@ def z_score(paths: Sequence[Path], law: JointLaw) -> float:
 
 # ---------------------------------------------------------------- what the service says
 
-PATIENCE_SECONDS = 0.1
-
-
-def be_patient(patch: pytest.MonkeyPatch) -> None:
-    """Have targets wait for drafts to begin, and longer for late ones: so that drafts have a say in the first
-    tokens on a busy machine too. When a step begins depends on no token."""
-    right = Speculator.seconds_to_wait
-
-    def wait(self: Speculator, running: Sequence[TargetSequence], elapsed: float, now: float) -> float:
-        hoping = any(
-            sequence.is_decoding
-            and sequence.tail_limit > 0
-            and sequence.drafting is not None
-            and not sequence.drafting.chain.started
-            for sequence in running
-        )
-        if hoping and elapsed < PATIENCE_SECONDS:
-            return 0.001
-        return right(self, running, elapsed, now)
-
-    patch.setattr(Speculator, "seconds_to_wait", wait)
-    patch.setattr(speculation, "LATENESS", 10.0)
-    patch.setattr(speculation, "MIN_DEADLINE_SECONDS", 0.03)
-
 
 @dataclass
 class Drawn:
@@ -200,10 +202,10 @@ class Drawn:
         self.num_early += sum(answer.accepted[:LENGTH])
 
 
-def sampled(seed: int) -> dict[str, Any]:
+def sampled(seed: int, bounds: Sequence[int] = BOUNDS) -> dict[str, Any]:
     """Long enough for tails in the second round too: a step does not wait for drafts where a sequence has no
     room left for any."""
-    bound = BOUNDS[seed % len(BOUNDS)]
+    bound = bounds[seed % len(bounds)]
     return {
         "token_ids": PROMPT,
         "seed": seed,
@@ -213,13 +215,19 @@ def sampled(seed: int) -> dict[str, Any]:
     }
 
 
-async def draw(service: Service, rule: proto.VerificationRule, law: NaiveLaw, num_seeds: int) -> Drawn:
+async def draw(
+    service: Service,
+    rule: proto.VerificationRule,
+    law: NaiveLaw,
+    num_seeds: int,
+    bounds: Sequence[int] = BOUNDS,
+) -> Drawn:
     """Choices of requests with seeds 1, 2, …: each has a seed of its own (``noise.derive_seed``)."""
     drawn = Drawn()
     seeds = range(1, num_seeds // NUM_CHOICES + 1)
     for start in range(0, len(seeds), NUM_REQUESTS):
         requests = [
-            law.options | sampled(seed) | {"verification": rule}
+            law.options | sampled(seed, bounds) | {"verification": rule}
             for seed in seeds[start : start + NUM_REQUESTS]
         ]
         for answers in await asyncio.gather(*(stream_choices(service, **options) for options in requests)):

@@ -74,6 +74,7 @@ def valid_requests(draw: st.DrawFn) -> proto.GenerateRequest:
     stopping.ignore_eos = draw(st.booleans())
     stopping.stop_token_ids.extend(draw(st.lists(token_ids, max_size=3)))
     stopping.stop.extend(draw(st.lists(st.sampled_from(["a", "\x80", "zz", "e", "ab"]), max_size=2)))
+    message.priority = draw(st.sampled_from([-100, -1, 0, 0, 1]))
     if draw(st.booleans()):
         message.logprobs = draw(st.sampled_from([0, 1, 5, 20]))
     return message
@@ -191,6 +192,8 @@ _CHANGES: dict[str, Any] = {
     "logprobs": _set("logprobs", _INT32),
     "num_speculative_tokens": _set("speculation.num_speculative_tokens", _INT32),
     "verification": _set("speculation.verification", st.sampled_from([0, 1, 2, 3, 4, -1, 2**31 - 1])),
+    "priority": _set("priority", _INT32),
+    "timeout_s": _set("timeout_s", _wild_numbers().filter(lambda n: not 0.0 < n < 100.0)),
     "request_id": _set("request_id", st.text(max_size=200)),
     "constraint": _constraint,
 }

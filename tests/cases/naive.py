@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from paceline.protos import generation_pb2 as proto
 from tests.cases.reference import NEAR_TIE, NearTieError, Reference
 
 Law = npt.NDArray[np.float64]
@@ -29,18 +30,23 @@ class NaiveLaw:
     bad_token_ids: Sequence[int] = ()
     stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
+    constraint: proto.Constraint | None = None
+    allowed: Callable[[Sequence[int]], Collection[int]] | None = None
+    """What the constraint says: which tokens may follow a completion."""
 
     @property
     def options(self) -> dict[str, Any]:
         """The same for a request."""
-        return dict(vars(self))
+        return {name: value for name, value in vars(self).items() if name != "allowed"}
 
     def edit(self, logits: Law, prompt: Sequence[int], completion: Sequence[int]) -> Law:
-        """Bans, bias and penalties."""
+        """Constraint, bans, bias and penalties."""
         logits = logits.copy()
         forbidden = set(self.bad_token_ids)
         if len(completion) < self.min_tokens:
             forbidden.update(self.stop_token_ids)
+        if self.allowed is not None:
+            forbidden.update(set(range(len(logits))) - set(self.allowed(completion)))
         for token_id, value in self.logit_bias.items():
             if value == -100.0:
                 forbidden.add(token_id)

@@ -7,6 +7,7 @@ two special tokens. What it says from any token on is therefore known without as
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -71,6 +72,13 @@ class Recitation:
             said.append(token_id)
         return said
 
+    def slips(self, every: int) -> list[int]:
+        """What follows each token for one who is wrong after ``every``-th of them (1: after all)."""
+        return [
+            (following + 1) % self.vocab_size if token_id % every == 0 else following
+            for token_id, following in enumerate(self.next)
+        ]
+
     def tokenizer(self) -> PreTrainedTokenizerFast:
         backend = Tokenizer(models.BPE(vocab=self.ids, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -82,8 +90,8 @@ class Recitation:
             tokenizer_object=backend, bos_token=BOS, eos_token=EOS, chat_template=CHAT_TEMPLATE
         )
 
-    def save(self, folder: Path) -> str:
-        """Write a model folder; returns its path."""
+    def save(self, folder: Path, successors: Sequence[int] | None = None) -> str:
+        """Write a model folder; returns its path. ``successors``: what follows each token; None: ``next``."""
         model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=self.vocab_size,
@@ -104,7 +112,7 @@ class Recitation:
             # Nearly orthogonal: a row of the head that is a token's embedding answers to that token alone.
             embeddings = torch.nn.functional.normalize(embeddings, dim=1)
             head = torch.zeros(self.vocab_size, 64)
-            for token_id, following in enumerate(self.next):
+            for token_id, following in enumerate(self.next if successors is None else successors):
                 head[following] += 5.0 * embeddings[token_id]
             model.model.embed_tokens.weight.copy_(embeddings)
             model.lm_head.weight.copy_(head)

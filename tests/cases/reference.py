@@ -48,13 +48,15 @@ class Reference:
                 do_sample=False,
                 pad_token_id=0,
                 suppress_tokens=self._never or None,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
-            logits = self._model(input_ids=output, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            logits = torch.cat(output.logits).float()
             logits[:, self._never] = -torch.inf
             best = logits.topk(2, dim=1).values
             if float((best[:, 0] - best[:, 1]).min()) <= NEAR_TIE:
                 raise NearTieError(f"{prompt} has a near tie within {num_tokens} tokens: take another prompt")
-            known = self._known[tuple(prompt)] = output[0, len(prompt) :].tolist()
+            known = self._known[tuple(prompt)] = output.sequences[0, len(prompt) :].tolist()
         return known[:num_tokens]
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from paceline.actors.draft import DraftActor, DraftSpec
 from paceline.actors.engine.batch import SequenceSlice
 from paceline.actors.engine.config import DraftEngineConfig, NgramConfig, TargetEngineConfig
 from paceline.actors.execution_client import ExecutionClient
-from paceline.actors.model_spec import LoadedModel, ModelSpec, WarmableRunner
+from paceline.actors.model_spec import LoadedModel, Loader, ModelSpec, WarmableRunner
 from paceline.actors.target import TargetActor, TargetSpec
 from paceline.cluster.gateway import Gateway, GatewaySettings
 from paceline.cluster.service import GenerationLogic, ServiceInfo
@@ -113,7 +113,9 @@ class Service:
     Args:
         model: source of the targets' model.
         draft: source of the drafts' model; None = no drafts.
-        num_blocks: KV blocks of each target and each draft.
+        num_blocks: KV blocks of each target.
+        draft_blocks: KV blocks of each draft.
+        load_target: brings the targets' model up.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Service:
         draft_engine: DraftEngineConfig = DRAFT_ENGINE,
         settings: GatewaySettings | None = None,
         channels: ChannelSettings | None = None,
+        load_target: Loader = load_paced,
     ) -> None:
         self.model = ModelSpec(model, dtype="float32", device="cpu", num_threads=1, num_blocks=num_blocks)
         self.draft_model = (
@@ -146,6 +149,7 @@ class Service:
         self._target_engine = target_engine
         self._draft_engine = draft_engine
         self._channels = channels or ChannelSettings()
+        self._load_target = load_target
         self.gateway = Gateway(
             "gateway",
             settings,
@@ -184,7 +188,7 @@ class Service:
     async def add_target(self) -> TargetActor:
         name = f"target-{next(self._ids)}"
         spec = TargetSpec(name, self.model, "tiny", self._target_engine, self._channels)
-        target = TargetActor(spec, load_paced)
+        target = TargetActor(spec, self._load_target)
         self.addresses[name] = await target.start()
         self.targets[name] = target
         return target

@@ -11,14 +11,14 @@ import pytest
 from paceline.actors.engine.noise import derive_seed
 from paceline.protos import generation_pb2 as proto
 from tests.cases.conftest import DRAFTS, Reciter, TinyModels
-from tests.cases.exercise import exercised, until_exercised
+from tests.cases.exercise import BOUNDS, check_every_bound, exercised, until_exercised
 from tests.cases.recitation import CHARACTERS
 from tests.cases.service import Answer, Service, until
-from tests.cases.test_output_equality import counts, greedy
+from tests.cases.test_output_equality import greedy
 from tests.cases.test_stopping import recite
 from tests.requests import request
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.usefixtures("patient")]
 
 SEED = 42
 
@@ -41,28 +41,30 @@ async def stream_choices(service: Service, **options: Any) -> list[Answer]:
 async def test_eight_choices_are_eight_requests(services: dict[str, Service], draft: str) -> None:
     """B43: unlike each other, and each like the request with its derived seed."""
     service = services[draft]
-    options = sampled(32, 4, logprobs=2)
-    response = await service.generate(**options, n=8)
-    streamed = await stream_choices(service, **options, n=8)
+    response = await service.generate(**sampled(32, 4, logprobs=2), n=8)
+    requests = [sampled(32, bound, logprobs=2, n=8) for bound in BOUNDS]
+    streams = await asyncio.gather(*(stream_choices(service, **options) for options in requests))
     alone = await service.stream_all(
         *(sampled(32, 0, derive_seed(SEED, index), logprobs=2) for index in range(8))
     )
     assert [choice.index for choice in response.choices] == list(range(8))
     assert [list(choice.token_ids) for choice in response.choices] == [a.token_ids for a in alone]
-    assert [answer.token_ids for answer in streamed] == [answer.token_ids for answer in alone]
-    assert [answer.last.seed for answer in streamed] == [derive_seed(SEED, index) for index in range(8)]
-    assert [choice.text for choice in response.choices] == [answer.text for answer in streamed]
+    for streamed in streams:
+        assert [answer.token_ids for answer in streamed] == [answer.token_ids for answer in alone]
+        assert [answer.last.seed for answer in streamed] == [derive_seed(SEED, index) for index in range(8)]
+        assert [choice.text for choice in response.choices] == [answer.text for answer in streamed]
+        assert all(answer.last.usage.completion_tokens == 32 for answer in streamed)
     assert len({tuple(answer.token_ids) for answer in alone}) == 8
     assert all(len(choice.logprobs) == 32 for choice in response.choices)
     assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (3, 8 * 32)
-    assert all(answer.last.usage.completion_tokens == 32 for answer in streamed)
     assert response.seed == SEED
     stats = response.speculation
     assert stats.accepted_tokens == sum(stats.accepted_per_position)
     exercised(stats.draft_tokens > 0, "draft tokens are verified")
     if stats.rounds:
         assert stats.mean_acceptance_length == pytest.approx(1 + stats.accepted_tokens / stats.rounds)
-    exercised(counts(streamed)[0] > 0, "draft tokens are verified")
+    of_each_choice = [options for options in requests for _ in range(8)]
+    check_every_bound(draft, of_each_choice, [answer for streamed in streams for answer in streamed])
 
 
 async def test_greedy_choices_are_copies(services: dict[str, Service], tiny: TinyModels) -> None:

@@ -9,19 +9,22 @@ Which faults show where (``faults``): 1 to 5 are faults of the ratio rules, and 
 1 and 2 the more q(x) varies, 5 the more the filters remove, so all are tried at T = 1 with top-k 4. The
 coupled rule commits the target's own samples whatever is drafted, so the first five cannot bias it, which is
 shown too. 6 to 8 spoil the target's law itself, hence every rule: 6 and 7 need something that depends on the
-history or removes likely tokens, 8 a temperature other than 1.
+history (a penalty, a constraint) or removes likely tokens, 8 a temperature other than 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
 from paceline.actors.engine.config import DraftEngineConfig, TargetEngineConfig
-from tests.cases import service as services
+from tests.cases.conftest import DRAFTS
+from tests.cases.exercise import BOUNDS as EVERY_BOUND
 from tests.cases.exercise import exercised, until_exercised
 from tests.cases.faults import COUPLED, FAULTS, HARMLESS, RULES
 from tests.cases.laws import (
@@ -30,9 +33,9 @@ from tests.cases.laws import (
     LENGTH,
     NUM_CHOICES,
     NUM_REQUESTS,
+    PROMPT,
     TEMPERATURES,
     Drawn,
-    be_patient,
     draft_of,
     draw,
     echoing_llama,
@@ -41,8 +44,10 @@ from tests.cases.laws import (
     total_variation,
     z_score,
 )
+from tests.cases.patience import be_patient
 from tests.cases.reference import Reference
 from tests.cases.service import NO_LOOKUP, Service
+from tests.engine.models import unrelated
 from tests.integration.tiny_models import save
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -51,8 +56,8 @@ NUM_SEEDS = 4000
 NUM_AT_A_TIME = NUM_CHOICES * NUM_REQUESTS
 TARGET_ENGINE = TargetEngineConfig(
     max_num_seqs=NUM_AT_A_TIME,
-    max_num_batched_tokens=NUM_AT_A_TIME * (max(BOUNDS) + 1),
-    num_speculative_tokens=max(BOUNDS),
+    max_num_batched_tokens=NUM_AT_A_TIME * (max(EVERY_BOUND) + 1),
+    num_speculative_tokens=max(EVERY_BOUND),
     ngram=NO_LOOKUP,
 )
 DRAFT_ENGINE = DraftEngineConfig(max_num_seqs=NUM_AT_A_TIME, max_num_batched_tokens=512)
@@ -60,54 +65,75 @@ DRAFT_ENGINE = DraftEngineConfig(max_num_seqs=NUM_AT_A_TIME, max_num_batched_tok
 
 @dataclass(frozen=True)
 class Speaker:
-    """A model, the exact laws of what it says, and a draft that agrees in part, on disk."""
+    """A model, the exact laws of what it says, and its drafts, on disk."""
 
     reference: Reference
     target: str
-    draft: str
+    proposers: dict[str, Reference]
+    """Each kind of draft, and what it would say itself."""
+    drafts: dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Speaker:
     folder = tmp_path_factory.mktemp("laws")
     model = echoing_llama()
+    drafts = {"equal": model, "noised": draft_of(model), "unrelated": unrelated(model)}
     return Speaker(
         Reference(model),
         save(model, folder / "target"),
-        save(draft_of(model), folder / "draft"),
+        {name: Reference(draft) for name, draft in drafts.items()},
+        {name: save(draft, folder / name) for name, draft in drafts.items()},
     )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
-async def service(speaker: Speaker) -> AsyncIterator[Service]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(services, "PACE", 0.0)
+async def voices(speaker: Speaker) -> AsyncIterator[dict[str, Service]]:
+    """The same target with each kind of draft."""
+    async with AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         be_patient(patch)
-        async with Service(
-            speaker.target, speaker.draft, target_engine=TARGET_ENGINE, draft_engine=DRAFT_ENGINE
-        ) as started:
-            yield started
+        yield {
+            name: await stack.enter_async_context(
+                Service(speaker.target, draft, target_engine=TARGET_ENGINE, draft_engine=DRAFT_ENGINE)
+            )
+            for name, draft in speaker.drafts.items()
+        }
 
 
-def check_exercised(drawn: Drawn) -> None:
+@pytest.fixture
+def service(voices: dict[str, Service]) -> Service:
+    """With the draft that agrees in part."""
+    return voices["noised"]
+
+
+def check_exercised(drawn: Drawn, draft: str = "noised") -> None:
     """Drafts had a say in the tokens that are counted."""
     num_seeds = len(drawn.paths)
-    exercised(drawn.num_early > 0.1 * num_seeds, "draft tokens are accepted")
-    exercised(drawn.num_rejected > 0.1 * num_seeds, "draft tokens are rejected")
+    exercised(draft == "unrelated" or drawn.num_early > 0.1 * num_seeds, "draft tokens are accepted")
+    exercised(draft == "equal" or drawn.num_rejected > 0.1 * num_seeds, "draft tokens are rejected")
 
 
 async def distance(
-    service: Service, speaker: Speaker, rule: str, filters: str, temperature: float, num_seeds: int
+    service: Service,
+    speaker: Speaker,
+    rule: str,
+    filters: str,
+    temperature: float,
+    num_seeds: int,
+    *,
+    draft: str = "noised",
+    bounds: Sequence[int] = BOUNDS,
 ) -> float:
     """z of the service's first tokens against their exact law."""
     law = setting(filters, temperature, speaker.reference)
-    drawn = await draw(service, RULES[rule], law, num_seeds)
+    drawn = await draw(service, RULES[rule], law, num_seeds, bounds)
     found = z_score(drawn.paths, joint_law(speaker.reference, law))
     print(
-        f"z = {found:.2f}: {rule}, {filters}, T = {temperature}, {num_seeds} seeds; "
+        f"z = {found:.2f}: {rule}, {filters}, T = {temperature}, {draft} draft, {num_seeds} seeds; "
         f"{drawn.num_drafted} drafted, {drawn.num_accepted} accepted, {drawn.num_early} of the first"
     )
-    check_exercised(drawn)
+    check_exercised(drawn, draft)
     return found
 
 
@@ -130,8 +156,9 @@ async def test_every_setting_has_a_law_of_its_own(speaker: Speaker, temperature:
 @pytest.mark.parametrize(
     ("rule", "filters", "temperature"),
     [
-        ("coupled", "all", 1.0),
+        ("coupled", "all", 0.5),
         ("coupled", "repetition", 2.0),
+        ("coupled", "constraint", 1.0),
         ("standard", "top_k", 1.0),
         ("standard", "all", 0.5),
         ("standard", "frequency", 2.0),
@@ -144,6 +171,7 @@ async def test_every_setting_has_a_law_of_its_own(speaker: Speaker, temperature:
 async def test_first_tokens_have_their_law(
     service: Service, speaker: Speaker, rule: str, filters: str, temperature: float
 ) -> None:
+    """B38, among others: each rule at T = 0.5 and 2."""
     assert abs(await distance(service, speaker, rule, filters, temperature, 500)) < 4
 
 
@@ -156,6 +184,71 @@ async def test_every_rule_and_setting(
     service: Service, speaker: Speaker, rule: str, filters: str, temperature: float
 ) -> None:
     assert abs(await distance(service, speaker, rule, filters, temperature, NUM_SEEDS)) < 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "draft"), [("standard", 2.0, "equal"), ("block", 0.5, "unrelated")]
+)
+@until_exercised
+async def test_any_draft_leaves_the_law_as_it_is(
+    voices: dict[str, Service], speaker: Speaker, rule: str, temperature: float, draft: str
+) -> None:
+    """B38."""
+    z = await distance(
+        voices[draft], speaker, rule, "top_k", temperature, 500, draft=draft, bounds=EVERY_BOUND
+    )
+    assert abs(z) < 4
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("rule", RULES)
+@until_exercised
+async def test_every_draft_leaves_the_law_as_it_is(
+    voices: dict[str, Service], speaker: Speaker, rule: str, temperature: float, draft: str
+) -> None:
+    """B38."""
+    z = await distance(
+        voices[draft], speaker, rule, "top_k", temperature, NUM_SEEDS, draft=draft, bounds=EVERY_BOUND
+    )
+    assert abs(z) < 4
+
+
+def share_of_other_pairs(speaker: Speaker, draft: str) -> float:
+    """How often the two tokens that a draft has left are not the target's two."""
+    found = 0.0
+    for path, chance in joint_law(speaker.reference, setting("top_2", 1.0, speaker.reference)).items():
+        for length in range(LENGTH):
+            pairs = [
+                set(np.argsort(model.logits([*PROMPT, *path[:length]]))[-2:].tolist())
+                for model in (speaker.reference, speaker.proposers[draft])
+            ]
+            found += chance * (pairs[0] != pairs[1]) / LENGTH
+    return found
+
+
+@pytest.mark.parametrize("rule", RULES)
+@until_exercised
+async def test_other_tokens_left_to_the_draft(service: Service, speaker: Speaker, rule: str) -> None:
+    """B39: of its two likeliest tokens at least one is not the target's, as often as not."""
+    assert share_of_other_pairs(speaker, "noised") > 0.4
+    z = await distance(service, speaker, rule, "top_2", 1.0, 500, bounds=EVERY_BOUND)
+    assert abs(z) < 4
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("draft", ["noised", "unrelated"])
+@pytest.mark.parametrize("rule", RULES)
+@until_exercised
+async def test_other_tokens_left_to_every_draft(
+    voices: dict[str, Service], speaker: Speaker, rule: str, draft: str
+) -> None:
+    """B39. A draft of the target's own weights has its two tokens always."""
+    assert share_of_other_pairs(speaker, "equal") == 0.0
+    assert share_of_other_pairs(speaker, draft) > 0.4
+    z = await distance(voices[draft], speaker, rule, "top_2", 1.0, NUM_SEEDS, draft=draft, bounds=EVERY_BOUND)
+    assert abs(z) < 4
 
 
 # ---------------------------------------------------------------- it would be noticed
@@ -182,6 +275,8 @@ async def distance_with(
     ("rule", "fault"),
     [
         ("coupled", "6: once per step"),
+        ("coupled", "6: mask once per step"),
+        ("standard", "6: mask of rejected tokens"),
         ("standard", "4: replaced from the next row"),
         ("block", "8: another temperature"),
     ],

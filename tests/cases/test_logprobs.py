@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +13,14 @@ import pytest
 from paceline.actors.engine.config import LogprobsMode
 from paceline.protos import generation_pb2 as proto
 from tests.cases.conftest import DRAFTS, Reciter, TinyModels
-from tests.cases.exercise import exercised, until_exercised
+from tests.cases.exercise import BOUNDS, check_every_bound, exercised, until_exercised
 from tests.cases.naive import Law, NaiveLaw, softmax
 from tests.cases.recitation import CHARACTERS
 from tests.cases.service import TARGET_ENGINE, Answer, Service
-from tests.cases.test_output_equality import check_exercised, greedy
+from tests.cases.test_output_equality import greedy
 from tests.cases.test_stopping import recite
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.usefixtures("patient")]
 
 TOLERANCE = 1e-3
 
@@ -52,7 +54,7 @@ async def test_the_targets_own_law_at_every_token(
     """B45: accepted, corrected and bonus tokens alike; never a probability of one because of acceptance."""
     prompt = [7, 3, 9]
     laws = raw_laws(tiny, prompt, tiny.reference.greedy(prompt, 64))
-    requests = [greedy(prompt, 64, bound) | {"logprobs": 5} for bound in (0, 1, 2, 4, 8)]
+    requests = [greedy(prompt, 64, bound) | {"logprobs": 5} for bound in (0, *BOUNDS)]
     answers = await services[draft].stream_all(*requests)
     for answer in answers:
         assert answer.token_ids == tiny.reference.greedy(prompt, 64)
@@ -60,7 +62,7 @@ async def test_the_targets_own_law_at_every_token(
         for entry in answer.logprobs:
             assert entry.chosen.token_id == entry.top[0].token_id
             assert entry.chosen.logprob < 0.0
-    check_exercised(draft, answers[1:])
+    check_every_bound(draft, requests, answers)
     response = await services[draft].generate(**requests[-1])
     (choice,) = response.choices
     tokens = [(entry.chosen.token_id, entry.chosen.text) for entry in choice.logprobs]
@@ -111,21 +113,34 @@ def texts_of(answer: Answer) -> str:
     return "".join(entry.chosen.text for entry in answer.logprobs)
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
 @until_exercised
-async def test_as_many_entries_as_tokens_wherever_it_ends(reciting: Service, reciter: Reciter) -> None:
+async def test_as_many_entries_as_tokens_wherever_it_ends(
+    recitals: dict[str, Service], reciter: Reciter, draft: str
+) -> None:
     """B21, B22: at a stop string inside a block, at each length, at the model's end."""
-    by_string = [recite(reciter, 0, 64, 8, stop=[CHARACTERS[index]], logprobs=2) for index in range(1, 30, 3)]
-    by_length = [recite(reciter, 0, length, 4, logprobs=0) for length in range(1, 41)]
-    by_end = [recite(reciter, len(CHARACTERS) - 9, 40, 8, ignore_eos=False, logprobs=1)]
+    reciting = recitals[draft]
+    bounds = itertools.cycle(BOUNDS)
+    by_string = [
+        recite(reciter, 0, 64, next(bounds), stop=[CHARACTERS[index]], logprobs=2)
+        for index in range(1, 30, 3)
+    ]
+    by_length = [
+        recite(reciter, 0, length, 4 if draft == "equal" else next(bounds), logprobs=0)
+        for length in range(1, 41)
+    ]
+    by_end = [
+        recite(reciter, len(CHARACTERS) - 9, 40, bound, ignore_eos=False, logprobs=1) for bound in BOUNDS
+    ]
     requests: list[dict[str, Any]] = [*by_string, *by_length, *by_end]
     answers = await reciting.stream_all(*requests)
     for answer in answers:
         assert len(answer.logprobs) == len(answer.token_ids) == answer.last.usage.completion_tokens
         assert [entry.chosen.token_id for entry in answer.logprobs] == answer.token_ids
-    for options, answer in zip(by_string, answers, strict=False):
+    responses = await asyncio.gather(*(reciting.generate(**options) for options in by_string))
+    for options, answer, response in zip(by_string, answers, responses, strict=False):
         # The text ends before the stop string, the entries with the token that completed it.
         assert texts_of(answer) == answer.text + options["stop"][0]
-        response = await reciting.generate(**options)
         assert len(response.choices[0].logprobs) == response.usage.completion_tokens
         assert [e.chosen.text for e in response.choices[0].logprobs] == [
             e.chosen.text for e in answer.logprobs
@@ -133,6 +148,7 @@ async def test_as_many_entries_as_tokens_wherever_it_ends(reciting: Service, rec
     for options, answer in zip(by_length, answers[len(by_string) :], strict=False):
         assert len(answer.logprobs) == options["max_tokens"]
         assert texts_of(answer) == answer.text
-    assert answers[-1].last.finish_reason == proto.FINISH_REASON_STOP
-    assert answers[-1].logprobs[-1].chosen.token_id == reciter.recitation.eos
-    exercised(sum(answer.speculation.accepted_tokens for answer in answers) > 100, "tokens are accepted")
+    for answer in answers[-len(by_end) :]:
+        assert answer.last.finish_reason == proto.FINISH_REASON_STOP
+        assert answer.logprobs[-1].chosen.token_id == reciter.recitation.eos
+    check_every_bound(draft, requests, answers, cut=True)

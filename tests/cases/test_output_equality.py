@@ -9,7 +9,7 @@ import pytest
 
 from paceline.actors.engine.config import DraftEngineConfig, NgramConfig, TargetEngineConfig
 from tests.cases.conftest import DRAFTS, TinyModels
-from tests.cases.exercise import exercised, until_exercised
+from tests.cases.exercise import counts, exercised, until_exercised
 from tests.cases.service import Answer, Service
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -24,14 +24,6 @@ def greedy(prompt: list[int], max_tokens: int, num_speculative_tokens: int | Non
         "max_tokens": max_tokens,
         "num_speculative_tokens": num_speculative_tokens,
     }
-
-
-def counts(answers: list[Answer]) -> tuple[int, int]:
-    """Draft tokens and accepted ones of all answers."""
-    return (
-        sum(answer.speculation.draft_tokens for answer in answers),
-        sum(answer.speculation.accepted_tokens for answer in answers),
-    )
 
 
 def check_exercised(draft: str, answers: list[Answer]) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.cases.conftest import TinyModels
-from tests.cases.exercise import exercised, until_exercised
+from tests.cases.conftest import DRAFTS, TinyModels
+from tests.cases.exercise import BOUNDS, check_every_bound, exercised, until_exercised
 from tests.cases.service import Service
 from tests.cases.test_cancellation import totals
 from tests.cases.test_output_equality import greedy
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.usefixtures("patient")]
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -28,10 +28,11 @@ def numbers(value: Any) -> Iterator[float]:
         yield float(value)
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
 @until_exercised
-async def test_no_number_is_ever_nan(tiny: TinyModels) -> None:
+async def test_no_number_is_ever_nan(tiny: TinyModels, draft: str) -> None:
     """B54: before any request, after one of one token, and idle."""
-    async with Service(tiny.target, tiny.drafts["equal"]) as service:
+    async with Service(tiny.target, tiny.drafts[draft]) as service:
         seen: list[list[dict[str, int]]] = []
 
         async def look() -> None:
@@ -54,11 +55,17 @@ async def test_no_number_is_ever_nan(tiny: TinyModels) -> None:
         await service.wait_until_idle()
         await look()
         assert seen[-1][0]["num_committed_tokens_total"] == 1
-        answer = await service.stream(**greedy([7], 60, 4))
-        exercised(answer.speculation.accepted_tokens > 0, "draft tokens are accepted")
+        requests = [greedy([7], 60, bound) for bound in BOUNDS]
+        answers = []
+        for options in requests:
+            answers.append(await service.stream(**options))
+            await look()
+        check_every_bound(draft, requests, answers)
         await service.wait_until_idle()
         await look()
-        assert seen[-1][0]["num_accepted_tokens_total"] == answer.speculation.accepted_tokens
+        assert seen[-1][0]["num_accepted_tokens_total"] == sum(
+            answer.speculation.accepted_tokens for answer in answers
+        )
 
 
 @until_exercised

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 
 from paceline.protos import generation_pb2 as proto
-from tests.cases.conftest import Reciter, TinyModels
-from tests.cases.exercise import exercised, until_exercised
+from tests.cases.conftest import DRAFTS, Reciter, TinyModels
+from tests.cases.exercise import BOUNDS, check_every_bound, exercised, until_exercised
 from tests.cases.naive import NaiveLaw
 from tests.cases.recitation import CHARACTERS, SCRIPTS
 from tests.cases.service import Answer, Service
 from tests.cases.test_output_equality import greedy
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.usefixtures("patient")]
 
 
 def recite(reciter: Reciter, start: int, max_tokens: int, bound: int, **options: Any) -> dict[str, Any]:
@@ -48,19 +49,27 @@ async def check_whole(service: Service, answer: Answer, options: dict[str, Any])
 # ---------------------------------------------------------------- stop tokens
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
 @until_exercised
-async def test_stop_token_inside_a_block(services: dict[str, Service], tiny: TinyModels) -> None:
-    """B18: every token of the first 24 in turn is declared the stop token."""
+async def test_stop_token_inside_a_block(services: dict[str, Service], tiny: TinyModels, draft: str) -> None:
+    """B18: every token of the first 24 in turn is declared the stop token, or every other one."""
     prompt, expected = [7, 3, 9], tiny.reference.greedy([7, 3, 9], 64)
-    requests = [greedy(prompt, 64, 8) | {"stop_token_ids": [token_id]} for token_id in expected[:24]]
-    answers = await services["equal"].stream_all(*requests)
-    for token_id, answer in zip(expected, answers, strict=False):
+    requests = [
+        greedy(prompt, 64, bound) | {"stop_token_ids": [token_id]}
+        for bound in BOUNDS
+        for token_id in expected[: 24 : 1 if bound == 8 else 2]
+    ]
+    answers = await services[draft].stream_all(*requests)
+    for options, answer in zip(requests, answers, strict=True):
+        (token_id,) = options["stop_token_ids"]
         assert answer.token_ids == expected[: expected.index(token_id) + 1]
         assert answer.last.finish_reason == proto.FINISH_REASON_STOP
         assert answer.last.usage.completion_tokens == len(answer.token_ids)
-    # A step's last token is never an accepted one: these ended inside a block.
-    places = [place_in_block(answer) for answer in answers]
-    exercised(sum(place > 0 for place in places) >= 6 and max(places) >= 3, "ends deep inside blocks")
+    check_every_bound(draft, requests, answers, cut=True)
+    if draft == "equal":
+        # A step's last token is never an accepted one: these ended inside a block.
+        places = [place_in_block(answer) for answer in answers]
+        exercised(sum(place > 0 for place in places) >= 6 and max(places) >= 3, "ends deep inside blocks")
 
 
 async def test_a_stop_token_comes_after_min_tokens_others(
@@ -83,20 +92,29 @@ async def test_a_stop_token_comes_after_min_tokens_others(
         assert end > min_tokens or end == 32
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
 @until_exercised
-async def test_the_models_own_end_inside_a_block(reciting: Service, reciter: Reciter) -> None:
-    """At each distance of 1 to 30 tokens; with ``ignore_eos`` it is a token like any other."""
-    recitation = reciter.recitation
+async def test_the_models_own_end_inside_a_block(
+    recitals: dict[str, Service], reciter: Reciter, draft: str
+) -> None:
+    """B18: at each distance of 1 to 30 tokens; with ``ignore_eos`` it is a token like any other."""
+    reciting, recitation = recitals[draft], reciter.recitation
     total = len(CHARACTERS)
-    distances = range(1, 31)
-    requests = [recite(reciter, total - distance, 40, 8, ignore_eos=False) for distance in distances]
+    requests = [
+        recite(reciter, total - distance, 40, bound, ignore_eos=False)
+        for bound in BOUNDS
+        for distance in range(1, 31, 1 if bound == 8 else 3)
+    ]
     answers = await reciting.stream_all(*requests)
-    for distance, answer in zip(distances, answers, strict=True):
-        assert answer.token_ids == [*recitation.characters[total - distance + 1 :], recitation.eos]
-        assert answer.text == CHARACTERS[total - distance + 1 :]
+    for options, answer in zip(requests, answers, strict=True):
+        start = recitation.characters.index(options["token_ids"][0])
+        assert answer.token_ids == [*recitation.characters[start + 1 :], recitation.eos]
+        assert answer.text == CHARACTERS[start + 1 :]
         assert answer.last.finish_reason == proto.FINISH_REASON_STOP
-    exercised(max(place_in_block(answer) for answer in answers) >= 3, "ends deep inside blocks")
-    for options, answer in list(zip(requests, answers, strict=True))[::8]:
+    if draft == "equal":
+        exercised(max(place_in_block(answer) for answer in answers) >= 3, "ends deep inside blocks")
+    check_every_bound(draft, requests, answers, cut=True)
+    for options, answer in list(zip(requests, answers, strict=True))[::12]:
         await check_whole(reciting, answer, options)
         past = await reciting.stream(**options | {"ignore_eos": True})
         assert past.token_ids == recitation.follow(options["token_ids"][0], 40)
@@ -106,9 +124,27 @@ async def test_the_models_own_end_inside_a_block(reciting: Service, reciter: Rec
 # ---------------------------------------------------------------- stop strings
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
+@until_exercised
+async def test_one_character_anywhere_in_a_block(
+    recitals: dict[str, Service], reciter: Reciter, draft: str
+) -> None:
+    """B20: wherever a tail begins, each of the first 16 places after the prompt is the end once."""
+    indices = range(1, 17)
+    requests = [recite(reciter, 0, 64, bound, stop=[CHARACTERS[i]]) for bound in BOUNDS for i in indices]
+    answers = await recitals[draft].stream_all(*requests)
+    for options, answer in zip(requests, answers, strict=True):
+        index = CHARACTERS.index(options["stop"][0])
+        assert answer.text == CHARACTERS[1:index]
+        assert answer.token_ids == reciter.recitation.characters[1 : index + 1]
+        assert answer.last.finish_reason == proto.FINISH_REASON_STOP
+        assert answer.last.usage.completion_tokens == index
+    check_every_bound(draft, requests, answers, cut=True)
+
+
 @until_exercised
 async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciter: Reciter) -> None:
-    """B20, B21, B22: text, ids and usage are cut together."""
+    """B20, B21, B22: text, ids and usage are cut together, in tails of 16 tokens."""
     recitation = reciter.recitation
     indices = range(1, 36)
     requests = [recite(reciter, 0, 64, 16, stop=[CHARACTERS[index]]) for index in indices]
@@ -124,15 +160,19 @@ async def test_one_character_anywhere_in_a_long_block(reciting: Service, reciter
         await check_whole(reciting, answers[index], requests[index])
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
 @until_exercised
-async def test_ids_end_with_the_token_that_completes_the_string(reciting: Service, reciter: Reciter) -> None:
+async def test_ids_end_with_the_token_that_completes_the_string(
+    recitals: dict[str, Service], reciter: Reciter, draft: str
+) -> None:
     """B21: tokens of several characters, so that the stop string begins and ends within tokens."""
-    recitation = reciter.recitation
+    reciting, recitation = recitals[draft], reciter.recitation
     start = recitation.scripts[0]
     said = recitation.follow(start, 100)
     text = reciting.codec.decode(said)
     stops = [text[index : index + length] for index in range(4, 60, 3) for length in (1, 2, 5)]
-    requests = [greedy([start], 100, 8) | {"stop": [stop]} for stop in stops]
+    bounds = itertools.cycle(BOUNDS)
+    requests = [greedy([start], 100, next(bounds)) | {"stop": [stop]} for stop in stops]
     answers = await reciting.stream_all(*requests)
     for stop, answer in zip(stops, answers, strict=True):
         assert answer.text == text[: text.index(stop)]
@@ -140,32 +180,52 @@ async def test_ids_end_with_the_token_that_completes_the_string(reciting: Servic
         assert stop in reciting.codec.decode(answer.token_ids)
         assert stop not in reciting.codec.decode(answer.token_ids[:-1])
         assert answer.last.usage.completion_tokens == len(answer.token_ids)
-    exercised(max(place_in_block(answer) for answer in answers) > 1, "ends deep inside blocks")
+    if draft == "equal":
+        exercised(max(place_in_block(answer) for answer in answers) > 1, "ends deep inside blocks")
+    check_every_bound(draft, requests, answers, cut=True)
 
 
-async def test_no_part_of_a_stop_string_is_streamed(reciting: Service, reciter: Reciter) -> None:
+@pytest.mark.parametrize("draft", DRAFTS)
+@until_exercised
+async def test_no_part_of_a_stop_string_is_streamed(
+    recitals: dict[str, Service], reciter: Reciter, draft: str
+) -> None:
     """B25: it straddles tokens and steps; each piece of the stream must end before it."""
-    for index in range(3, 30, 3):
-        stop = CHARACTERS[index : index + 6]
-        for bound in (0, 4):
-            answer = await reciting.stream(**recite(reciter, 0, 64, bound, stop=[stop]))
-            assert answer.text == CHARACTERS[1:index]
-            assert answer.last.finish_reason == proto.FINISH_REASON_STOP
+    requests = [
+        recite(reciter, 0, 64, bound, stop=[CHARACTERS[index : index + 6]])
+        for index in range(3, 30, 3)
+        for bound in (0, *BOUNDS)
+    ]
+    answers = await recitals[draft].stream_all(*requests)
+    for options, answer in zip(requests, answers, strict=True):
+        assert answer.text == CHARACTERS[1 : CHARACTERS.index(options["stop"][0])]
+        assert answer.last.finish_reason == proto.FINISH_REASON_STOP
+    check_every_bound(draft, requests, answers, cut=True)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 8])
-async def test_text_held_back_comes_out_at_the_end(reciting: Service, reciter: Reciter, bound: int) -> None:
+@pytest.mark.parametrize("draft", DRAFTS)
+@until_exercised
+async def test_text_held_back_comes_out_at_the_end(
+    recitals: dict[str, Service], reciter: Reciter, draft: str
+) -> None:
     """B25: the text ends with what could have been the beginning of a stop string."""
-    by_length = recite(reciter, 0, 30, bound, stop=[CHARACTERS[28:31] + "ZZZ", CHARACTERS[30] + "!"])
-    by_end = recite(reciter, 70, 60, bound, stop=[CHARACTERS[-3:] + "ZZZ"], ignore_eos=False)
-    for options, expected, reason in (
-        (by_length, CHARACTERS[1:31], proto.FINISH_REASON_LENGTH),
-        (by_end, CHARACTERS[71:], proto.FINISH_REASON_STOP),
-    ):
-        answer = await reciting.stream(**options)
-        assert answer.text == expected
-        assert answer.last.finish_reason == reason
-        await check_whole(reciting, answer, options)
+    by_length: dict[str, Any] = {"stop": [CHARACTERS[28:31] + "ZZZ", CHARACTERS[30] + "!"]}
+    by_end: dict[str, Any] = {"stop": [CHARACTERS[-3:] + "ZZZ"], "ignore_eos": False}
+    requests = []
+    for bound in (0, *BOUNDS):
+        requests += [recite(reciter, 0, 30, bound, **by_length), recite(reciter, 70, 60, bound, **by_end)]
+    answers = await recitals[draft].stream_all(*requests)
+    for options, answer in zip(requests, answers, strict=True):
+        ends = "ignore_eos" in options
+        assert answer.text == (CHARACTERS[71:] if ends else CHARACTERS[1:31])
+        assert answer.last.finish_reason == (proto.FINISH_REASON_STOP if ends else proto.FINISH_REASON_LENGTH)
+    await asyncio.gather(
+        *(
+            check_whole(recitals[draft], answer, options)
+            for options, answer in zip(requests, answers, strict=True)
+        )
+    )
+    check_every_bound(draft, requests, answers, cut=True)
 
 
 async def test_a_stop_string_does_not_count_before_min_tokens(reciting: Service, reciter: Reciter) -> None:

@@ -12,13 +12,13 @@ import pytest
 
 from paceline.cluster.errors import status_of
 from paceline.protos import generation_pb2 as proto
-from tests.cases.conftest import TinyModels
-from tests.cases.exercise import exercised, until_exercised
+from tests.cases.conftest import DRAFTS, TinyModels
+from tests.cases.exercise import BOUNDS, check_every_bound, exercised, until_exercised
 from tests.cases.service import Service
 from tests.cases.test_output_equality import greedy
 from tests.requests import request
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.usefixtures("patient")]
 
 
 def changed(change: Callable[[proto.GenerateRequest], Any]) -> proto.GenerateRequest:
@@ -74,10 +74,15 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("draft", DRAFTS)
 @until_exercised
-async def test_refused_by_field_while_others_go_on(services: dict[str, Service], tiny: TinyModels) -> None:
-    service = services["noised"]
-    running = asyncio.create_task(service.stream(**greedy([7, 3, 9], 200, 4)))
+async def test_refused_by_field_while_others_go_on(
+    services: dict[str, Service], tiny: TinyModels, draft: str
+) -> None:
+    """B41, B42. None of them comes near a draft; the requests beside them have one, with every bound."""
+    service = services[draft]
+    neighbours = [greedy([7, 3, 9], 200, bound) for bound in BOUNDS]
+    running = asyncio.create_task(service.stream_all(*neighbours))
     for field, messages in REFUSED.items():
         for message in messages:
             for call in (service.logic.generate(message), anext(service.logic.generate_stream(message))):
@@ -87,9 +92,9 @@ async def test_refused_by_field_while_others_go_on(services: dict[str, Service],
                 assert code is grpc.StatusCode.INVALID_ARGUMENT
                 assert details.startswith(field), details
                 assert "\n" not in details
-    answer = await running
-    assert answer.token_ids == tiny.reference.greedy([7, 3, 9], 200)
-    exercised(answer.speculation.accepted_tokens > 0, "the neighbour has a draft")
+    answers = await running
+    assert all(answer.token_ids == tiny.reference.greedy([7, 3, 9], 200) for answer in answers)
+    check_every_bound(draft, neighbours, answers)
     assert service.gateway.snapshot().num_live == 0
 
 
@@ -107,16 +112,18 @@ async def test_unknown_model_and_role(services: dict[str, Service]) -> None:
     assert status_of(raised.value)[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-9, 1e-6, 1e-5, 1e-4])
+@pytest.mark.parametrize("draft", DRAFTS)
 @until_exercised
 async def test_hardly_any_temperature_is_greedy(
-    services: dict[str, Service], tiny: TinyModels, temperature: float
+    services: dict[str, Service], tiny: TinyModels, draft: str
 ) -> None:
     """B41: the draft and the target draw the line at the same place."""
-    answer = await services["equal"].stream(**greedy([7, 3, 9], 40, 4) | {"temperature": temperature})
-    assert answer.token_ids == tiny.reference.greedy([7, 3, 9], 40)
-    assert answer.speculation.accepted_tokens >= 0.97 * answer.speculation.draft_tokens
-    exercised(answer.speculation.draft_tokens > 0, "draft tokens are verified")
+    for temperature in (0.0, 1e-45, 1e-9, 1e-6, 1e-5, 1e-4):
+        requests = [greedy([7, 3, 9], 40, bound) | {"temperature": temperature} for bound in BOUNDS]
+        answers = await services[draft].stream_all(*requests)
+        for answer in answers:
+            assert answer.token_ids == tiny.reference.greedy([7, 3, 9], 40), temperature
+        check_every_bound(draft, requests, answers)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1.1e-3, 0.01, 100.0])
