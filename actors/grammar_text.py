@@ -134,6 +134,11 @@ def _check_schema(field: str, schema: object) -> None:
             patterns = [node.get("pattern"), *_keys(node.get("patternProperties"))]
             if any(isinstance(item, str) and len(item) > MAX_REGEX_LENGTH for item in patterns):
                 raise InvalidArgumentError(field, f"a pattern may have at most {MAX_REGEX_LENGTH} characters")
+            options = node.get("x-guidance")
+            if isinstance(options, dict) and options.get("lenient"):
+                raise InvalidArgumentError(
+                    field, "x-guidance.lenient would have keywords ignored: leave it out"
+                )
 
 
 def _keys(value: object) -> list[object]:

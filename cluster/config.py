@@ -133,7 +133,7 @@ class ModelPool(ReplicaPool):
     heads."""
     placement_group_strategy: Literal["PACK", "STRICT_PACK"] = "PACK"
     """Where the ranks of a replica may be: PACK = on as few nodes as possible, STRICT_PACK = on one node."""
-    shard_timeout_s: Seconds = 15.0
+    shard_timeout_s: Seconds = 12.0
     """A rank that keeps the others waiting for so long, or does not answer for so long, is lost, and the
     whole replica is replaced."""
     graceful_shutdown_timeout_s: Seconds = 30.0
@@ -307,8 +307,9 @@ class GatewayConfig(ReplicaPool):
     request_timeout_s: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = 3600.0
     """Longest life of a request, queues and stream included, unless it brings a shorter one; it ends with
     DEADLINE_EXCEEDED. This is also when a request is ended whose cancellation was lost; null = no limit."""
-    resume_timeout_s: Seconds = 60.0
-    """How long a request whose target was lost may wait for another one."""
+    resume_timeout_s: Seconds = 9.0
+    """How long a request whose target was lost may wait for another one, before it ends with UNAVAILABLE. A
+    single target that is to be waited for needs as long as its weights take to load."""
     cold_start_timeout_s: Seconds = 300.0
     """How long a request may wait for the first target, where the target pool can go to sleep."""
     graceful_shutdown_timeout_s: Seconds = 30.0

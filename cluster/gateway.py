@@ -34,7 +34,7 @@ _NOT_READY = "no target is ready; try again in a while"
 class GatewaySettings:
     """Times in seconds."""
 
-    resume_timeout_seconds: float = 60.0
+    resume_timeout_seconds: float = 9.0
     """How long a request that lost its target waits for another one."""
     attach_grace_seconds: float = 2.0
     """How long a new request waits while the first targets are being dialled."""

@@ -408,6 +408,7 @@ BAD = (
     ("json_schema", '{"$ref": "http://example.com/x"}', "cannot be compiled: .*example"),
     ("json_schema", '{"type": "integer", "minimum": 3, "maximum": 2}', "cannot be compiled: .*Unsatisfiable"),
     ("json_schema", '{"type": "integer", "multipleOf": 1000003}', "multipleOf may be at most 10000"),
+    ("json_schema", '{"x-guidance": {"lenient": true}, "not": {"type": "null"}}', "x-guidance.lenient would"),
     ("json_schema", '{"multipleOf": 1%s}' % ("0" * 400), "multipleOf may be at most 10000, got 1000"),
     ("json_schema", '{"type": "string", "pattern": "%s"}' % ("a" * 8193), "a pattern may have at most 8192"),
     ("json_schema", '{"items":' * 30000 + "{}" + "}" * 30000, "nested too deeply|is not JSON"),
