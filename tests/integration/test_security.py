@@ -50,6 +50,8 @@ def service(
             "model": MODEL,
             "draft": MODEL + "&acceptance=0.8",
             "target": {"num_threads": 1},
+            # A draft as slow as its target would rightly be left at rest.
+            "speculation": {"num_speculative_tokens": 4},
             "security": {
                 "tokens_file": str(tokens),
                 "max_request_bytes": MAX_REQUEST_BYTES,
