@@ -37,6 +37,7 @@ from rich.progress import Progress
 
 from benchmarks.prompts import BenchPrompt, spec_bench
 from benchmarks.report import print_table, spread, write_json
+from benchmarks.token_clock import TokenClock
 
 CONTENDERS = ("plain", "drafted", "generate", "assisted")
 
@@ -83,17 +84,7 @@ class Transformers:
 
     def run(self, prompt: BenchPrompt, token_ids: list[int], *, assisted: bool) -> Run:
         ids = self._torch.tensor([token_ids])
-        moments: list[tuple[float, int]] = []
-
-        class Clock:
-            """A streamer: is told of tokens as they are final."""
-
-            def put(self, value: Any) -> None:
-                moments.append((time.perf_counter(), value.numel()))
-
-            def end(self) -> None:
-                pass
-
+        clock = TokenClock()
         options: dict[str, Any] = {"assistant_model": self._assistant} if assisted else {}
         started = time.perf_counter()
         with self._torch.inference_mode():
@@ -102,12 +93,13 @@ class Transformers:
                 attention_mask=self._torch.ones_like(ids),
                 max_new_tokens=self._max_tokens,
                 do_sample=False,
-                streamer=Clock(),
+                streamer=clock,
                 **options,
             )
         seconds = time.perf_counter() - started
         new = output[0, len(token_ids) :].tolist()
-        # The first call of the streamer brings the prompt.
+        moments = clock.moments
+        # The first one is the prompt's.
         decode = moments[-1][0] - moments[1][0] if len(moments) > 2 else 0.0
         return Run(
             "assisted" if assisted else "generate",

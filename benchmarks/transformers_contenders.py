@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.loads import Reply
 from benchmarks.prompts import BenchPrompt
+from benchmarks.token_clock import TokenClock
 
 BLOCK_SIZE = 256
 """Tokens of a page of its cache, its own default."""
@@ -75,17 +76,7 @@ class TransformersGenerate:
     def _generate(self, token_ids: Sequence[int]) -> Reply:
         import torch
 
-        moments: list[tuple[float, int]] = []
-
-        class Clock:
-            """A streamer: is told of tokens as they are final."""
-
-            def put(self, value: Any) -> None:
-                moments.append((time.perf_counter(), value.numel()))
-
-            def end(self) -> None:
-                pass
-
+        clock = TokenClock()
         ids = torch.tensor([list(token_ids)])
         began = time.perf_counter()
         with torch.inference_mode():
@@ -93,10 +84,11 @@ class TransformersGenerate:
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=self._models.generation_config,
-                streamer=Clock(),
+                streamer=clock,
                 **self._options,
             )
-        # The first call of the streamer brings the prompt.
+        moments = clock.moments
+        # The first one is the prompt's.
         (first, num_first), (last, _) = moments[1], moments[-1]
         num_tokens = sum(count for _, count in moments[1:])
         rounds = len(moments) - 1 if self._speculative else 0

@@ -22,15 +22,16 @@ from ray.serve.handle import DeploymentHandle
 
 from paceline.actors import weights
 from paceline.actors.draft import DraftActor
+from paceline.actors.engine.draft_engine import DraftSnapshot
 from paceline.actors.engine.errors import PacelineError
 from paceline.actors.engine.parameters import VerificationRule
 from paceline.actors.engine.priority import check_priority
-from paceline.actors.engine_loop import EngineFailedError
+from paceline.actors.engine.target_output import TargetSnapshot
 from paceline.actors.target import TargetActor
 from paceline.cluster.actor_specs import draft_spec, target_spec
 from paceline.cluster.admission import Admission
 from paceline.cluster.autoscaling import DraftReport, TargetReport
-from paceline.cluster.autoscaling_reports import DraftReporter, TargetReporter, to_stats
+from paceline.cluster.autoscaling_reports import DraftReporter, TargetReporter
 from paceline.cluster.channel_settings import checked_channel_settings
 from paceline.cluster.config import PacelineConfig
 from paceline.cluster.directory import TargetDirectory
@@ -39,6 +40,7 @@ from paceline.cluster.errors import status_of
 from paceline.cluster.gateway import Gateway, GatewaySettings
 from paceline.cluster.metrics import Sample, draft_samples, gateway_samples, target_samples
 from paceline.cluster.metrics_export import MetricsExporter
+from paceline.cluster.replica_reports import ReplicaReports
 from paceline.cluster.request_parameters import num_choices
 from paceline.cluster.service import GenerationLogic, ServiceInfo
 from paceline.cluster.shards import bring_up, check_gang, end_gang, gang_of, gang_status, loader_of
@@ -53,9 +55,6 @@ DISCOVERY_SECONDS = 1.0
 
 FIRST_TARGET_SECONDS = 120.0
 """How long a draft replica is starting while there is no target yet. It looks on after that."""
-
-REPORT_SECONDS = 2.0
-"""How long a replica's report on its load may wait for the step in progress."""
 
 STOP_MARGIN_SECONDS = 5.0
 """What is left of the time to stop, once a target has drained, for closing its streams."""
@@ -244,7 +243,7 @@ class GatewayDeployment:
 class TargetDeployment:
     """One target replica. Its requests do not come through Serve: gateways and drafts dial its address."""
 
-    _export: asyncio.Task[None] | None = None
+    _reports: ReplicaReports[TargetSnapshot] | None = None
     """None while it starts."""
 
     async def __init__(self, config: PacelineConfig) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -254,21 +253,14 @@ class TargetDeployment:
         self._grace = stop_grace(config.target.graceful_shutdown_timeout_s)
         start = self._actor.start(ray.util.get_node_ip_address())
         self._address = await bring_up(self._gang, start, self._actor.fail)
-        self._reporter = TargetReporter()
-        self._report = to_stats(TargetReport())
-        self._metrics = MetricsExporter()
-        self._export = asyncio.create_task(self._metrics.run(self._samples), name="metrics")
-
-    async def _samples(self) -> Iterable[Sample]:
-        return target_samples(await self._actor.snapshot())
+        self._reports = ReplicaReports(
+            self._actor.snapshot, TargetReporter().report, target_samples, TargetReport()
+        )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """This replica's own load, for the autoscaling policies. Serve asks at regular intervals; a step that
-        takes longer than that must not make it give up, so the last report stands in."""
-        with contextlib.suppress(TimeoutError, EngineFailedError):
-            async with asyncio.timeout(REPORT_SECONDS):
-                self._report = to_stats(self._reporter.report(await self._actor.snapshot()))
-        return self._report
+        """This replica's own load, for the autoscaling policies."""
+        assert self._reports is not None
+        return await self._reports.stats()
 
     async def endpoint(self) -> tuple[str, str]:
         """(target_id, ``host:port``), for ``TargetDirectory``."""
@@ -285,7 +277,7 @@ class TargetDeployment:
 
     async def __del__(self) -> None:
         """Serve has taken the replica out of the directory by now: finish what it has, then end."""
-        await end_tasks(self._export)
+        await end_tasks(self._reports.task if self._reports else None)
         await self._actor.stop(self._grace)
         await end_gang(self._gang)
 
@@ -296,7 +288,7 @@ class DraftDeployment:
     One that every target refuses does not start, so that the deployment fails and tells why.
     """
 
-    _export: asyncio.Task[None] | None = None
+    _reports: ReplicaReports[DraftSnapshot] | None = None
     """None while it starts."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -314,20 +306,14 @@ class DraftDeployment:
             await self._actor.stop()
             await end_gang(self._gang)
             raise
-        self._reporter = DraftReporter()
-        self._report = to_stats(DraftReport())
-        self._metrics = MetricsExporter()
-        self._export = asyncio.create_task(self._metrics.run(self._samples), name="metrics")
-
-    async def _samples(self) -> Iterable[Sample]:
-        return draft_samples(await self._actor.snapshot())
+        self._reports = ReplicaReports(
+            self._actor.snapshot, DraftReporter().report, draft_samples, DraftReport()
+        )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """As a target's."""
-        with contextlib.suppress(TimeoutError, EngineFailedError):
-            async with asyncio.timeout(REPORT_SECONDS):
-                self._report = to_stats(self._reporter.report(await self._actor.snapshot()))
-        return self._report
+        assert self._reports is not None
+        return await self._reports.stats()
 
     async def status(self) -> dict[str, Any]:
         """For ``paceline status``: plain values."""
@@ -340,7 +326,7 @@ class DraftDeployment:
 
     async def __del__(self) -> None:
         """Goodbye to every target: each gives this draft's sequences to others at once."""
-        await end_tasks(self._export)
+        await end_tasks(self._reports.task if self._reports else None)
         await self._actor.stop()
         await end_gang(self._gang)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.actors.channels import ChannelSettings
 from paceline.actors.engine.messages import Cancel
+from paceline.actors.engine.parameters import FinishReason
 from paceline.actors.execution_client import ExecutionClient
 from paceline.actors.model_spec import ModelSpec
 from tests.actors.conftest import TARGET_MODEL
@@ -78,6 +79,9 @@ async def test_between_short_steps(pool: Any) -> None:
     await begin(pool, client, "s")
     client.cancel(Cancel("s", 0))
     await until_free(target, draft, 1.0)
+    await pool.until(lambda: "s" in pool.gateway.finished)
+    assert pool.gateway.finished["s"].reason is FinishReason.CANCELLED
+    assert len(pool.gateway.tokens["s"]) < 3000
 
 
 async def test_whoever_is_never_cancelled_ends_with_its_time(pool: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.cases.conftest import DRAFTS, TinyModels
 from tests.cases.exercise import BOUNDS, check_every_bound, until_exercised
 from tests.cases.naive import NaiveLaw
 from tests.cases.reference import NearTieError
-from tests.cases.service import Service
+from tests.cases.service import Answer, Service
 from tests.cases.test_choices import stream_choices
 from tests.cases.test_output_equality import greedy
 
@@ -145,8 +146,21 @@ def widest_gap(tiny: TinyModels, prompt: list[int], num_tokens: int) -> float:
     return float(min(row[0] - row[1] for row in rows))
 
 
-async def draw_from_the_nucleus(service: Service, tiny: TinyModels, draft: str, num_requests: int) -> None:
-    """The exact nucleus of each prefix, in 64 draws of three tokens for each request."""
+@dataclass(frozen=True)
+class NucleusDraws:
+    """Draws of three tokens, each next to the exact nucleus of its prefix."""
+
+    requests: list[dict[str, Any]]
+    answers: list[Answer]
+    draws: list[tuple[int, ...]]
+    outside: list[tuple[int, ...]]
+    """Prefixes whose last token the law forbids."""
+    largest: int
+    """Tokens of the largest nucleus."""
+
+
+async def draw_from_the_nucleus(service: Service, tiny: TinyModels, num_requests: int) -> NucleusDraws:
+    """64 draws for each request."""
     law = NaiveLaw(temperature=1.5, top_p=0.3)
     prompt = [7, 3, 9]
     requests, answers, draws = [], [], []
@@ -162,17 +176,14 @@ async def draw_from_the_nucleus(service: Service, tiny: TinyModels, draft: str, 
             requests += [options] * len(choices)
             answers += choices
             draws += [tuple(answer.token_ids[:3]) for answer in choices]
-    assert len(draws) == 64 * num_requests
-    sizes = []
-    for draw in set(draws):
-        for length in range(3):
-            said = list(draw[:length])
-            probabilities = law.probabilities(tiny.reference.logits(prompt + said), prompt, said)
-            assert probabilities[draw[length]] > 0.0, f"{draw[length]} after {said}"
-            sizes.append(np.count_nonzero(probabilities))
-    assert max(sizes) > 1, "a nucleus of one token shows nothing"
-    assert len(set(draws)) > 3
-    check_every_bound(draft, requests, answers)
+    outside, largest = [], 0
+    for prefix in {draw[:length] for draw in draws for length in (1, 2, 3)}:
+        *said, token = prefix
+        probabilities = law.probabilities(tiny.reference.logits(prompt + said), prompt, said)
+        if probabilities[token] <= 0.0:
+            outside.append(prefix)
+        largest = max(largest, np.count_nonzero(probabilities))
+    return NucleusDraws(requests, answers, draws, outside, largest)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -181,7 +192,12 @@ async def test_nothing_outside_the_nucleus(
     services: dict[str, Service], tiny: TinyModels, draft: str
 ) -> None:
     """B37."""
-    await draw_from_the_nucleus(services[draft], tiny, draft, 4)
+    found = await draw_from_the_nucleus(services[draft], tiny, 4)
+    assert len(found.draws) == 64 * 4
+    assert found.outside == []
+    assert found.largest > 1, "a nucleus of one token shows nothing"
+    assert len(set(found.draws)) > 3
+    check_every_bound(draft, found.requests, found.answers)
 
 
 @pytest.mark.heavy
@@ -191,7 +207,12 @@ async def test_nothing_outside_the_nucleus_in_4000_draws(
     services: dict[str, Service], tiny: TinyModels, draft: str
 ) -> None:
     """B37."""
-    await draw_from_the_nucleus(services[draft], tiny, draft, 64)
+    found = await draw_from_the_nucleus(services[draft], tiny, 64)
+    assert len(found.draws) == 64 * 64
+    assert found.outside == []
+    assert found.largest > 1, "a nucleus of one token shows nothing"
+    assert len(set(found.draws)) > 3
+    check_every_bound(draft, found.requests, found.answers)
 
 
 # ---------------------------------------------------------------- min_tokens

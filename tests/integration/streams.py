@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +47,21 @@ class Stream:
     @property
     def longest_pause(self) -> float:
         return max(self.pauses)
+
+
+@contextmanager
+def asking(count: int, ask: Callable[[int, threading.Event], None]) -> Iterator[None]:
+    """``ask(number, ended)`` on so many threads at once. ``ended`` is set when the block is left, which then
+    waits until all have returned. Raises what any of them raised."""
+    ended = threading.Event()
+    with ThreadPoolExecutor(count) as threads:
+        submitted = [threads.submit(ask, number, ended) for number in range(count)]
+        try:
+            yield
+        finally:
+            ended.set()
+        for caller in submitted:
+            caller.result()
 
 
 def collect(service: Service, seed: int, events: Mapping[int, Callable[[], None]] | None = None) -> Stream:

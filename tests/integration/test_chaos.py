@@ -23,7 +23,7 @@ import pytest
 import ray
 
 from tests.integration.conftest import Service, wait_until
-from tests.integration.streams import DRAFT_MODEL, MODEL
+from tests.integration.streams import DRAFT_MODEL, MODEL, asking
 from tests.requests import request
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "600"))
@@ -88,9 +88,8 @@ class Callers:
     @contextmanager
     def asking(self) -> Iterator[None]:
         """For the length of the block; then every request is brought to its end."""
-        ended = threading.Event()
 
-        def ask(caller: int) -> None:
+        def ask(caller: int, ended: threading.Event) -> None:
             for number in itertools.count():
                 seed = (caller + number * NUM_STREAMS) % (2 * NUM_STREAMS)
                 while True:
@@ -102,14 +101,8 @@ class Callers:
                 if ended.is_set():
                     return
 
-        with ThreadPoolExecutor(NUM_STREAMS) as threads:
-            callers = [threads.submit(ask, caller) for caller in range(NUM_STREAMS)]
-            try:
-                yield
-            finally:
-                ended.set()
-            for caller in callers:
-                caller.result()
+        with asking(NUM_STREAMS, ask):
+            yield
 
 
 class Chaos:

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from paceline.cluster.runtime import application_progress
 from paceline.cluster.service_start import APPLICATION_NAME
 from tests.integration.conftest import Service, wait_until
+from tests.integration.streams import asking
 
 MODEL = (
     "emulated://criterium?vocab_size=512&base_ms=20&support=6&max_model_len=4096&free_tokens=4&per_token_ms=5"
@@ -120,23 +120,18 @@ def recorded() -> Iterator[Record]:
 @contextmanager
 def clients(service: Service, record: Record, count: int) -> Iterator[None]:
     """So many clients ask one request after the other for the length of the block. None may fail."""
-    ended = threading.Event()
 
-    def ask(seed: int) -> None:
+    def ask(seed: int, ended: threading.Event) -> None:
         while not ended.is_set():
             for chunk in service.stream(prompt=f"lap {seed}", max_tokens=30, seed=seed):
                 record.num_tokens += len(chunk.token_ids)
 
     record.num_clients = count
-    with ThreadPoolExecutor(count) as threads:
-        answers = [threads.submit(ask, seed) for seed in range(count)]
+    with asking(count, ask):
         try:
             yield
         finally:
-            ended.set()
             record.num_clients = 0
-        for answer in answers:
-            answer.result()
 
 
 @pytest.mark.heavy
