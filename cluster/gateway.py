@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Mapping
@@ -139,8 +140,15 @@ class Gateway:
         self._pool.update(addresses)
 
     async def identities(self) -> list[TargetIdentity]:
-        """Of the targets that take sequences; waits a little while the first ones are being dialled."""
-        await self._pool.dialled(self._settings.attach_grace_seconds)
+        """Of the targets that take sequences. Waits a little where there is none: a young gateway has yet to
+        find them, and a redeployment may take the last one away a moment before the next is found."""
+        grace = self._settings.attach_grace_seconds
+        if self._wake is not None:
+            await self._pool.dialled(grace)
+            return self._pool.identities
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await self._until_ready()
         return self._pool.identities
 
     async def awake_identities(self) -> list[TargetIdentity]:
@@ -153,14 +161,17 @@ class Gateway:
         try:
             self._wake()
             async with asyncio.timeout(timeout):
-                while not self._pool.identities:
-                    self._ready.clear()
-                    await self._ready.wait()
+                await self._until_ready()
         except TimeoutError:
             logger.warning("no target was started within %g s", timeout)
         finally:
             self._num_awaiting -= 1
         return self._pool.identities
+
+    async def _until_ready(self) -> None:
+        while not self._pool.identities:
+            self._ready.clear()
+            await self._ready.wait()
 
     @property
     def wants_target(self) -> bool:

@@ -551,3 +551,20 @@ async def test_the_only_target_finishes_what_it_has_while_it_drains(targets: Scr
         only.finish(submit)
         assert await collect(stream) == completion(request, 4)
     assert_clean(targets)
+
+
+async def test_who_comes_before_the_first_target_is_found_waits_for_it() -> None:
+    targets = ScriptedTargets(attach_grace_seconds=5.0)
+    asked = asyncio.create_task(targets.gateway.identities())
+    await asyncio.sleep(0)
+    assert not asked.done()
+    await targets.attach("a")
+    assert [identity.target_id for identity in await asked] == ["a"]
+    await targets.gateway.close()
+
+
+async def test_where_there_is_none_the_wait_is_bounded() -> None:
+    targets = ScriptedTargets(attach_grace_seconds=0.05)
+    async with asyncio.timeout(2.0):
+        assert await targets.gateway.identities() == []
+    await targets.gateway.close()
