@@ -153,12 +153,13 @@ class Branches:
         num_agreed = difference - known
         state.acceptance.record(num_agreed + 1, num_agreed)
         self.num_corrections += 1
-        branch = state.branches.pop((difference, committed[difference - base_position]), None)
-        self._clear(state)
+        key = (difference, committed[difference - base_position])
+        branch = state.branches.get(key)
         if branch is None or len(branch.token_ids) < 2:
-            if branch is not None:
-                self._blocks.free(branch.blocks)
+            self._clear(state)
             return 0
+        del state.branches[key]
+        self._clear(state)
         self.num_prepared += 1
         num_shared = branch.head // self._blocks.block_size
         self._blocks.truncate(sequence.block_table, num_shared * self._blocks.block_size)
@@ -196,9 +197,7 @@ class Branches:
         state = self._states.get(sequence)
         if state is None or not state.branches:
             return False
-        for branch in state.branches.values():
-            self._blocks.free(branch.blocks)
-        state.branches.clear()
+        self._clear(state)
         return True
 
     def drop_all(self) -> bool:
