@@ -225,6 +225,8 @@ class Listener:
     at: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     """Tokens of each piece, and when it came."""
+    num_at_first_end: int = 0
+    """Pieces until the first sequence ended: as long as all of them run."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     error: str = ""
 
@@ -234,6 +236,7 @@ class Listener:
 
     def on_finished(self, target_id: str, finished: Finished) -> None:
         self.error = self.error or finished.error
+        self.num_at_first_end = self.num_at_first_end or len(self.at)
         self.num_open -= 1
         if not self.num_open:
             self.done.set()
@@ -253,7 +256,7 @@ class Result:
     way: str
     num_sequences: int
     tokens_per_second: float
-    """Per sequence, from its first piece to the last."""
+    """Per sequence, while all of them run: from the last one's first piece to the first one's end."""
     mean_acceptance_length: float
     acceptance: float
     """Per position that was tested."""
@@ -302,11 +305,12 @@ async def run_load(
         for name in ("num_tested_total", "num_foretold_total")
     )
     # The first piece of each sequence is its prefill's.
-    seconds = listener.at[-1] - listener.at[num_sequences - 1]
+    while_all_run = slice(num_sequences, listener.num_at_first_end)
+    seconds = listener.at[while_all_run.stop - 1] - listener.at[num_sequences - 1]
     return Result(
         way=way.name,
         num_sequences=num_sequences,
-        tokens_per_second=sum(listener.counts[num_sequences:]) / seconds / num_sequences,
+        tokens_per_second=sum(listener.counts[while_all_run]) / seconds / num_sequences,
         mean_acceptance_length=1.0 + accepted / rounds if rounds else 1.0,
         acceptance=foretold / tested if tested else 0.0,
         prepared=counted(1, "num_prepared_corrections_total") / corrections if corrections else 0.0,

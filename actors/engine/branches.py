@@ -91,6 +91,20 @@ class PlannedBranch(NamedTuple):
     num_tokens: int
 
 
+class _Offer(NamedTuple):
+    """A branch that might be computed in the next step: one that is there, or one that would be begun."""
+
+    value: float
+    num_tokens: int
+    num_blocks: int
+    """Free blocks that it would take."""
+    sequence: DraftSequence | None = None
+    head: int = 0
+    token_id: int = 0
+    rank: int = 0
+    branch: Branch | None = None
+
+
 @dataclass(slots=True)
 class _State:
     """What is kept of one sequence."""
@@ -221,26 +235,24 @@ class Branches:
         """
         if budget < max(len(self._states), 1):
             return []
-        offered: list[tuple[float, Branch]] = []
+        # No new one takes less than a token.
+        most_new = 2 * budget // max(len(self._states), 1)
+        offers: list[_Offer] = []
         free_blocks = self._blocks.num_free_blocks
         for sequence in sequences:
             free_blocks -= 1
             state = self._states.get(sequence)
-            if state is None or sequence.window == 0:
-                continue
-            alpha = state.acceptance.rate
-            for branch in self._wanting(sequence, state):
-                depth = branch.head - sequence.num_committed + len(branch.token_ids) - 1
-                offered.append((branch.value * alpha**depth, branch))
-        offered.sort(key=lambda item: -item[0])
+            if state is not None and sequence.window > 0:
+                offers += self._offers(sequence, state, most_new)
+        offers.sort(key=lambda offer: -offer.value)
         planned: list[PlannedBranch] = []
-        for _, branch in offered:
-            num_tokens = branch.num_missing_tokens
-            missing = self._blocks.blocks_needed(self._num_own_tokens(branch)) - len(branch.blocks)
-            if num_tokens <= budget and missing <= free_blocks:
-                budget -= num_tokens
-                free_blocks -= missing
-                planned.append(PlannedBranch(branch, num_tokens))
+        for offer in offers:
+            if budget <= 0:
+                break
+            if offer.num_tokens <= budget and offer.num_blocks <= free_blocks:
+                budget -= offer.num_tokens
+                free_blocks -= offer.num_blocks
+                planned.append(PlannedBranch(offer.branch or self._begin(offer), offer.num_tokens))
         return planned
 
     def begin(self, planned: Iterable[PlannedBranch]) -> None:
@@ -305,24 +317,38 @@ class Branches:
 
     # ------------------------------------------------------------------ parts
 
-    def _wanting(self, sequence: DraftSequence, state: _State) -> list[Branch]:
+    def _offers(self, sequence: DraftSequence, state: _State, most_new: int) -> list[_Offer]:
         """Branches that are to grow: those that are there, and those that are to be begun."""
-        found = [branch for branch in state.branches.values() if branch.wants_token(state.tail)]
-        room = self._max_branches - len(state.branches)
+        first, alpha = sequence.num_committed, state.acceptance.rate
+        offers: list[_Offer] = []
+        for branch in state.branches.values():
+            if branch.wants_token(state.tail):
+                depth = branch.head - first + len(branch.token_ids) - 1
+                missing = self._blocks.blocks_needed(self._num_own_tokens(branch)) - len(branch.blocks)
+                value = branch.value * alpha**depth
+                offers.append(_Offer(value, branch.num_missing_tokens, missing, branch=branch))
+        room = min(self._max_branches - len(state.branches), most_new)
         if room <= 0 or not state.alternatives:
-            return found
-        first = sequence.num_committed
-        counts = fan_out(state.acceptance.rate, state.tail, self._max_branches)
+            return offers
+        counts = fan_out(alpha, state.tail, self._max_branches)
+        reach = 1.0
         for position, count in enumerate(counts, first):
             for rank, token_id in enumerate(state.alternatives.get(position, ())[:count], 1):
-                if room and (position, token_id) not in state.branches:
-                    room -= 1
-                    found.append(self._begin(sequence, position, token_id, rank))
-        return found
+                if (position, token_id) in state.branches:
+                    continue
+                num_tokens = position % self._blocks.block_size + 1
+                value = guess_share(rank) * reach
+                offers.append(_Offer(value, num_tokens, 1, sequence, position, token_id, rank))
+                room -= 1
+                if not room:
+                    return offers
+            reach *= alpha
+        return offers
 
-    def _begin(self, sequence: DraftSequence, head: int, token_id: int, rank: int) -> Branch:
-        start = head // self._blocks.block_size * self._blocks.block_size
-        return Branch(sequence, head, [token_id], guess_share(rank), start)
+    def _begin(self, offer: _Offer) -> Branch:
+        assert offer.sequence is not None
+        start = offer.head // self._blocks.block_size * self._blocks.block_size
+        return Branch(offer.sequence, offer.head, [offer.token_id], guess_share(offer.rank), start)
 
     def _num_own_tokens(self, branch: Branch) -> int:
         """Tokens that a branch's own blocks have to hold."""

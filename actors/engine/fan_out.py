@@ -53,6 +53,7 @@ def _fan_out(acceptance_in_64ths: int, tail: int, budget: int) -> tuple[int, ...
     return tuple(counts)
 
 
+@lru_cache(maxsize=64)
 def guess_share(rank: int) -> float:
     """Probability that guess number ``rank`` (1, 2, …) of a correction is the right one."""
     return float(rank**-MISS_EXPONENT - (rank + 1) ** -MISS_EXPONENT)

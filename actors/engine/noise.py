@@ -12,6 +12,7 @@ word, seed high word); word ``token id % 4`` of the result belongs to the token.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import Final, TypeVar, overload
 
@@ -25,7 +26,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 Words = TypeVar("Words", int, IntArray, torch.Tensor)
 Integers = TypeVar("Integers", IntArray, torch.Tensor)
-Floats = TypeVar("Floats", FloatArray, torch.Tensor)
+Floats = TypeVar("Floats", float, FloatArray, torch.Tensor)
 
 IDS_PER_CALL: Final = 4
 """Neighbouring token ids served by one call of the generator."""
@@ -87,6 +88,27 @@ def philox4x32(
     return c0, c1 & _WORD, c2, c3 & _WORD
 
 
+_FEW: Final = 12
+"""Up to so many calls or numbers Python's own integers and floats are faster than numpy's operations."""
+
+
+def _words_of_few(calls: np.broadcast, purpose: Purpose) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """``words_of_blocks`` of broadcast (seeds, positions, blocks), one by one."""
+    words = [
+        philox4x32(
+            int(block),
+            int(position) & _WORD,
+            int(position) >> 32 & _WORD,
+            int(purpose),
+            int(seed) & _WORD,
+            int(seed) >> 32 & _WORD,
+        )
+        for seed, position, block in calls
+    ]
+    found: IntArray = np.array(words, dtype=np.int64).reshape(*calls.shape, 4)
+    return found[..., 0], found[..., 1], found[..., 2], found[..., 3]
+
+
 def words_of_blocks(
     seeds: Integers, positions: Integers, blocks: Integers, purpose: Purpose = Purpose.TOKEN
 ) -> tuple[Integers, Integers, Integers, Integers]:
@@ -100,6 +122,8 @@ def words_of_blocks(
     Returns:
         Four int64 words in [0, 2**32), one per id of the block, each of the broadcast shape.
     """
+    if isinstance(blocks, np.ndarray) and blocks.size * positions.size <= _FEW:
+        return _words_of_few(np.broadcast(seeds, positions, blocks), purpose)
     return philox4x32(
         blocks,
         positions & _WORD,
@@ -144,6 +168,13 @@ def _log_array(x: FloatArray) -> FloatArray:
     return _log_of_parts(mantissa + mantissa * small, exponent.astype(np.float64) - small)
 
 
+def _log_number(x: float) -> float:
+    mantissa, exponent = math.frexp(x)
+    if mantissa < _SQRT_HALF:
+        mantissa, exponent = mantissa + mantissa, exponent - 1
+    return _log_of_parts(mantissa, float(exponent))
+
+
 def _log_tensor(x: torch.Tensor) -> torch.Tensor:
     parts = torch.frexp(x)
     small = (parts.mantissa < _SQRT_HALF).to(torch.float64)
@@ -177,6 +208,9 @@ def gumbel_of_bits(bits: IntArray | torch.Tensor) -> FloatArray | torch.Tensor:
     # u has 33 significant bits: it and 1 − u are exact in float64, so −log u is precise at both ends.
     if isinstance(bits, torch.Tensor):
         return -_log_tensor(-_log_tensor((bits.to(torch.float64) + 0.5) * 2.0**-32))
+    if bits.size <= _FEW:
+        numbers = [-_log_number(-_log_number((word + 0.5) * 2.0**-32)) for word in bits.reshape(-1).tolist()]
+        return np.array(numbers, dtype=np.float64).reshape(bits.shape)
     return -_log_array(-_log_array((bits.astype(np.float64) + 0.5) * 2.0**-32))
 
 

@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.actors.engine.config import Hardware
-from paceline.actors.engine.estimates import RecentMedian, token_bucket
+from paceline.actors.engine.estimates import MAX_ACCEPTANCE, RecentMedian, token_bucket
 
 StepCost = Callable[[int], float]
 
 SHARED_RATIO = 1.2
 """Steps that take this much longer while the draft runs betray common hardware."""
+LEAST_NEEDED = 0.05
+"""A lone sequence's draft runs ahead while a token is needed at least so often."""
+MOST_NEEDED = 0.5
 PROBE_SAMPLES = 3
 PROBE_PERIOD = 64
 PROBE_STEPS = 2
@@ -123,13 +126,28 @@ def best_tail_lengths(
     return best
 
 
+def useful_depth(acceptance: float, num_sequences: int) -> int:
+    """How far past the committed tokens a draft token is worth its making: where it is needed with a
+    probability α^depth above ``LEAST_NEEDED``, and above more the more sequences pay for it: each token of
+    one is computed, sent and read at the expense of all."""
+    least = min(LEAST_NEEDED * math.sqrt(num_sequences), MOST_NEEDED)
+    return max(math.floor(math.log(least) / math.log(min(acceptance, MAX_ACCEPTANCE))), 1)
+
+
 def draft_window(
-    best: int, draft_seconds: float, rtt_seconds: float, verify_seconds: float, run_ahead: bool, limit: int
+    best: int,
+    draft_seconds: float,
+    rtt_seconds: float,
+    verify_seconds: float,
+    run_ahead: bool,
+    limit: int,
+    depth: int,
 ) -> int:
     """Tokens past the committed ones that a draft is asked to hold, for a best tail of ``best`` tokens.
 
     Taking turns: exactly the tail. Running ahead: the tail, and enough for the draft not to run dry while
-    a verify and its round trip are on (at least the bonus position and the next tail).
+    a verify and its round trip are on (at least the bonus position and the next tail), as far as ``depth``
+    (see ``useful_depth``), but at least to the bonus position.
     """
     if best <= 0:
         return 0
@@ -138,7 +156,7 @@ def draft_window(
     ahead = best + 1
     if draft_seconds > 0.0:
         ahead = max(ahead, math.ceil(min((verify_seconds + rtt_seconds) / draft_seconds, limit)))
-    return min(best + ahead, limit)
+    return min(best + ahead, max(depth, best + 1), limit)
 
 
 def allocate_tails(

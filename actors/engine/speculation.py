@@ -23,7 +23,9 @@ from paceline.actors.engine.pacing import (
     expected_tokens,
     go_or_wait,
     next_arrival,
+    useful_depth,
 )
+from paceline.actors.engine.payoff import Payoff
 from paceline.actors.engine.sequence import Drafting, TargetSequence
 
 INITIAL_TAIL = 4
@@ -56,6 +58,7 @@ class Speculator:
         self._config = config
         self._book = book
         self.step_cost = StepCostModel()
+        self.payoff = Payoff(self.step_cost)
         self.probe = OverlapProbe(config.hardware)
         self._best_tails: dict[tuple[str, int, int], TailLengths] = {}
         """Memo of one step: (draft, acceptance in 1/32, limit) -> best tails."""
@@ -72,7 +75,7 @@ class Speculator:
         """Window of a sequence that a draft is just being given."""
         if self._config.num_speculative_tokens is not None:
             return self._config.num_speculative_tokens
-        return min(INITIAL_TAIL, self._config.tail_limit)
+        return 0 if self.payoff.resting else min(INITIAL_TAIL, self._config.tail_limit)
 
     # ------------------------------------------------------------------ before the step
 
@@ -116,6 +119,10 @@ class Speculator:
     def draft_running(self, running: Iterable[TargetSequence]) -> bool:
         """Whether, as far as is known here, a draft has work to do on one of these sequences."""
         return any(sequence.drafting is not None and sequence.drafting.busy for sequence in running)
+
+    def drafting(self, running: Iterable[TargetSequence]) -> bool:
+        """Whether a draft is asked for tokens of any of these sequences."""
+        return any(sequence.drafting is not None and sequence.drafting.window > 0 for sequence in running)
 
     def seconds_to_wait(self, running: Sequence[TargetSequence], elapsed: float, now: float) -> float:
         """0.0: start the step now. Else look again after so many seconds, or when candidates arrive.
@@ -200,7 +207,7 @@ class Speculator:
         awake: set[str] = set()
         for sequence in running:
             draft = self._book.draft_of(sequence)
-            if draft is None:
+            if draft is None or sequence.drafting is None:
                 continue
             best = self._best_tails_of(sequence, draft, num_sequences)
             sequence.tail_target = best.fresh
@@ -211,6 +218,7 @@ class Speculator:
                 self.step_cost((best.ready + 1) * num_sequences),
                 run_ahead,
                 self._config.max_window,
+                useful_depth(sequence.drafting.acceptance.optimistic, num_sequences),
             )
             branch_tokens = best.ready if prepares and sequence.shares_noise else 0
             self._book.report(sequence, min(window, sequence.tail_room), now, branch_tokens)
@@ -306,6 +314,8 @@ class Speculator:
         limit = sequence.tail_limit
         if self._config.num_speculative_tokens is not None or limit == 0:
             return TailLengths(limit, limit)
+        if self.payoff.resting:
+            return TailLengths(0, 0)
         if not self.step_cost.known or not draft.step_cost.known:
             initial = min(limit, INITIAL_TAIL)
             return TailLengths(initial, initial)

@@ -171,6 +171,8 @@ class TargetEngine:
         if not plan.scheduled:
             return
         draft_running = self._speculator.draft_running(self._scheduler.running)
+        drafting = self._speculator.drafting(self._scheduler.running)
+        num_committed = self._num_committed
         batch = [item.to_slice() for item in plan.scheduled]
         computing = self._clock()
         try:
@@ -188,6 +190,15 @@ class TargetEngine:
             self._fail(plan, error)
             return
         self._update(plan, proposals, verifications)
+        num_decoded = sum(isinstance(item, Verification) and bool(item.token_ids) for item in verifications)
+        num_drafted = sum(len(item.tail) for item in plan.scheduled)
+        self._speculator.payoff.record(
+            num_sequences=num_decoded,
+            num_tokens=self._num_committed - num_committed,
+            num_prefill_tokens=plan.num_tokens - num_drafted - num_decoded,
+            seconds=self._clock() - self._round_started,
+            drafting=drafting,
+        )
         self._end_step(plan, started, model_seconds, draft_running)
 
     def take_outbox(self) -> TargetOutbox:
@@ -356,6 +367,7 @@ class TargetEngine:
         sequence.waiting_since = now
         self._sequences[sequence.sequence_id] = sequence
         self._deadlines.watch(sequence)
+        self._speculator.payoff.note_arrival()
         self._num_prompt += len(sequence.token_ids)
         self._scheduler.add(sequence, now)
         self._admit()
@@ -468,6 +480,8 @@ class TargetEngine:
             fault=self._fault,
             hardware=self._speculator.probe.hardware,
             overlap_ratio=self._speculator.probe.ratio or 0.0,
+            drafting_gain=self._speculator.payoff.gain or 0.0,
+            drafts_rest=self._speculator.payoff.resting,
             step_seconds=self._step_seconds,
             step_times=self._step_times.snapshot(),
             drafts=tuple(draft.status() for draft in self._book.drafts.values()),

@@ -84,6 +84,10 @@ class TargetSnapshot:
     """Shared or separate, as configured or found; AUTO while not known."""
     overlap_ratio: float
     """Step time with a draft busy / at rest; 0.0 while not known."""
+    drafting_gain: float
+    """Tokens that steps with drafts committed / what the same time brings without; 0.0 while not known."""
+    drafts_rest: bool
+    """Drafts rest because that gain was below 1."""
     step_seconds: float
     """Time of the last step."""
     step_times: StepTimesSnapshot

@@ -45,10 +45,13 @@ class Simulation:
         draft_config: DraftEngineConfig | None = None,
         *,
         latency: float = 0.0001,
+        message_seconds: float = 0.0,
         capacity: int = 64,
     ) -> None:
+        """``message_seconds``: what a message of the draft costs the target, which nobody tells it."""
         self.now = 0.0
         self._latency = latency
+        self._message_seconds = message_seconds
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -175,6 +178,7 @@ class Simulation:
         for output in self.draft.take_outbox().values():
 
             def hear(output=output) -> None:  # type: ignore[no-untyped-def]
+                self.target_device.clock.advance(self._message_seconds)
                 self.target.candidates(
                     "d",
                     output.candidates,

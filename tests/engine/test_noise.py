@@ -112,6 +112,25 @@ class TestGenerator:
         by_block = np.stack(words, axis=-1).reshape(2, 200)
         assert np.array_equal(by_block, random_bits(seeds, positions, np.arange(200)))
 
+    def test_few_calls_equal_many(self) -> None:
+        """Python's own integers and floats do the first, numpy the second."""
+        rng = np.random.default_rng(4)
+        seeds, positions, ids = rng.integers(0, 2**31, (3, 4096)) << np.array([[33], [8], [0]])
+        bits = random_bits(seeds, positions, ids)
+        noise = gumbel_of_bits(bits)
+        for start in range(0, 4096, 5):
+            few = slice(start, start + 5)
+            some = random_bits(seeds[few], positions[few], ids[few])
+            assert (some == bits[few]).all()
+            assert (gumbel_of_bits(some).view(np.int64) == noise[few].view(np.int64)).all()
+
+    def test_few_calls_have_the_shape_of_many(self) -> None:
+        seeds, positions = np.array([[5], [-6]]), np.array([[7], [8]])
+        few = words_of_blocks(seeds, positions, np.arange(3)[None])
+        many = words_of_blocks(seeds, positions, np.arange(300)[None])
+        for some, more in zip(few, many, strict=True):
+            assert (some == more[:, :3]).all()
+
     def test_purposes_do_not_share_words(self) -> None:
         ids = np.arange(1000)
         streams = [set(random_bits(int64(1), int64(2), ids, purpose).tolist()) for purpose in Purpose]

@@ -18,6 +18,7 @@ from paceline.actors.engine.pacing import (
     expected_tokens,
     fit_tails,
     go_or_wait,
+    useful_depth,
 )
 
 
@@ -76,12 +77,27 @@ def test_run_ahead_never_asks_for_less_where_the_round_trip_dominates() -> None:
 
 
 def test_window() -> None:
-    assert draft_window(0, 0.01, 0.0, 0.1, True, 26) == 0
-    assert draft_window(4, 0.01, 0.0, 0.1, False, 26) == 4
-    assert draft_window(4, 0.1, 0.0, 0.1, True, 26) == 9
-    assert draft_window(4, 0.01, 0.02, 0.1, True, 26) == 16
-    assert draft_window(4, 0.0001, 0.02, 0.1, True, 26) == 26
-    assert draft_window(4, 0.0, 0.0, 0.0, True, 26) == 9
+    deep = 64
+    assert draft_window(0, 0.01, 0.0, 0.1, True, 26, deep) == 0
+    assert draft_window(4, 0.01, 0.0, 0.1, False, 26, deep) == 4
+    assert draft_window(4, 0.1, 0.0, 0.1, True, 26, deep) == 9
+    assert draft_window(4, 0.01, 0.02, 0.1, True, 26, deep) == 16
+    assert draft_window(4, 0.0001, 0.02, 0.1, True, 26, deep) == 26
+    assert draft_window(4, 0.0, 0.0, 0.0, True, 26, deep) == 9
+    # No further than tokens are of use, but to the bonus position in any case.
+    assert draft_window(4, 0.01, 0.02, 0.1, True, 26, 12) == 12
+    assert draft_window(4, 0.01, 0.02, 0.1, True, 26, 2) == 5
+    assert draft_window(4, 0.01, 0.0, 0.1, False, 26, 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "num_sequences", "depth"),
+    [(0.8, 1, 13), (0.8, 16, 7), (0.8, 10_000, 3), (0.99, 1, 298), (0.3, 64, 1), (1.0, 1, 298)],
+)
+def test_a_draft_runs_ahead_while_its_tokens_are_likely_to_be_needed(
+    acceptance: float, num_sequences: int, depth: int
+) -> None:
+    assert useful_depth(acceptance, num_sequences) == depth
 
 
 # ---------------------------------------------------------------- tails of one step

@@ -1,0 +1,183 @@
+"""Whether drafts pay, by what steps have shown: the last word over what ``pacing`` foretells.
+
+Forecasts leave out what they cannot know: processors that target, draft and streams have in common, the
+interpreter's lock, a network that is slower than its fastest message. So the tokens that steps with drafts
+commit are compared with those that the same time would have brought without. Where they are fewer, drafts
+rest, and are tried again later.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from paceline.actors.engine.estimates import StepCostModel
+
+MEASURED_STEPS = 16
+"""Steps with drafts before they are judged."""
+FEWEST_STEPS, CLEARLY = 4, 3.0
+"""Fewer do where the loss is so many standard errors large."""
+REMEMBERED_STEPS = 64
+"""Steps after which what was measured counts half."""
+STARTING_STEPS = 8
+"""Most steps of a trial that are not counted: drafts catch up first."""
+PLAIN_STEPS = 8
+"""Steps without drafts that show what such steps take."""
+LEAST_GAIN = 1.02
+"""Below it drafts are not worth their machines."""
+SURE_GAIN = 3.0
+"""From here on it does not matter how exactly that is known."""
+PLAIN_KNOWN_STEPS = 4096
+"""Steps for which it is known."""
+SHORTEST_REST, LONGEST_REST = 64, 512
+"""Steps; each trial that fails doubles the rest."""
+DEVIATION = 0.5
+"""Of the tokens that a sequence commits in a step with drafts, relative to their mean."""
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of steps with drafts, or without; what is past counts ever less."""
+
+    steps: float = 0.0
+    rounds: float = 0.0
+    """Sequences, added over the steps."""
+    tokens: float = 0.0
+    foretold: float = 0.0
+    """What the same time would have brought, were a token per sequence and step all, and nothing done between
+    steps."""
+
+    def add(self, num_sequences: int, num_tokens: int, foretold: float) -> None:
+        if self.steps >= REMEMBERED_STEPS:
+            self.steps /= 2.0
+            self.rounds /= 2.0
+            self.tokens /= 2.0
+            self.foretold /= 2.0
+        self.steps += 1.0
+        self.rounds += num_sequences
+        self.tokens += num_tokens
+        self.foretold += foretold
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens / foretold."""
+        return self.tokens / max(self.foretold, 1e-9)
+
+
+@dataclass(slots=True)
+class _Load:
+    """About so many sequences at once."""
+
+    plain: _Sums = field(default_factory=_Sums)
+    """Without drafts."""
+    plain_at: int | None = None
+    """The last step without."""
+    sums: _Sums = field(default_factory=_Sums)
+    """With drafts."""
+    gain: float | None = None
+    num_uncounted: int = STARTING_STEPS
+    """Steps that may still pass uncounted."""
+    next_rest: int = SHORTEST_REST
+    rest_left: int = 0
+    num_rested: int = 0
+    num_arrivals: int = 0
+    """Since the rest began."""
+
+
+class Payoff:
+    """Decides whether drafts rest.
+
+    Args:
+        step_cost: T(tokens), learnt from the steps themselves.
+    """
+
+    def __init__(self, step_cost: StepCostModel) -> None:
+        self._step_cost = step_cost
+        self._loads: dict[int, _Load] = {}
+        """By the bit length of the number of sequences."""
+        self._load = _Load()
+        """The present one."""
+        self._num_steps = 0
+
+    @property
+    def resting(self) -> bool:
+        return self._load.rest_left > 0
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens with drafts / without at the present load, as last judged; None before that."""
+        return self._load.gain
+
+    def note_arrival(self) -> None:
+        """A sequence has come. Others than those that the drafts were judged by may fare better."""
+        self._load.num_arrivals += 1
+
+    def record(
+        self, *, num_sequences: int, num_tokens: int, num_prefill_tokens: int, seconds: float, drafting: bool
+    ) -> None:
+        """One step.
+
+        Args:
+            num_sequences: that committed tokens.
+            num_tokens: that they committed.
+            num_prefill_tokens: computed besides, of prompts.
+            seconds: from the end of the step before to its own end.
+            drafting: any draft was asked for tokens.
+        """
+        self._num_steps += 1
+        if not num_sequences or not self._step_cost.known:
+            return
+        load = self._load = self._loads.setdefault(num_sequences.bit_length(), _Load())
+        step_seconds = self._step_cost(num_sequences + num_prefill_tokens)
+        foretold = num_sequences * seconds / max(step_seconds, 1e-9)
+        if not drafting:
+            load.plain.add(num_sequences, num_tokens, foretold)
+            load.plain_at = self._num_steps
+            _pass_rest(load, num_sequences)
+            return
+        if load.num_uncounted and num_tokens == num_sequences:
+            load.num_uncounted -= 1
+            return
+        load.num_uncounted = 0
+        sums = load.sums
+        sums.add(num_sequences, num_tokens, foretold)
+        if load.rest_left:
+            return  # the rest begins with what was asked for before
+        error = DEVIATION / math.sqrt(sums.rounds)
+        if sums.steps >= MEASURED_STEPS:
+            self._judge(load, error)
+        elif sums.steps >= FEWEST_STEPS and _gain(load) < LEAST_GAIN - CLEARLY * error:
+            self._judge(load, CLEARLY * error)
+
+    def _judge(self, load: _Load, error: float) -> None:
+        load.gain = _gain(load)
+        if load.plain_at is None or self._num_steps - load.plain_at > PLAIN_KNOWN_STEPS:
+            if load.gain < SURE_GAIN:
+                _begin_rest(load, PLAIN_STEPS)
+        elif load.gain < LEAST_GAIN - error:
+            _begin_rest(load, load.next_rest)
+            load.next_rest = min(2 * load.next_rest, LONGEST_REST)
+        elif load.gain > LEAST_GAIN:
+            load.next_rest = SHORTEST_REST
+
+
+def _gain(load: _Load) -> float:
+    return load.sums.efficiency / (load.plain.efficiency if load.plain.steps else 1.0)
+
+
+def _begin_rest(load: _Load, num_steps: int) -> None:
+    load.rest_left = num_steps
+    load.num_rested = load.num_arrivals = 0
+
+
+def _pass_rest(load: _Load, num_sequences: int) -> None:
+    if not load.rest_left:
+        return
+    load.rest_left -= 1
+    load.num_rested += 1
+    if load.num_arrivals >= num_sequences and load.num_rested >= SHORTEST_REST:
+        # None of those that the drafts were judged by is left.
+        load.rest_left = 0
+    if not load.rest_left:
+        load.sums = _Sums()
+        load.num_uncounted = STARTING_STEPS

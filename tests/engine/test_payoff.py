@@ -1,0 +1,146 @@
+"""Drafts rest where steps show that they do not pay, whatever is foretold; and are tried again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from paceline.actors.engine.config import Hardware, NgramConfig, TargetEngineConfig
+from paceline.actors.engine.estimates import StepCostModel
+from paceline.actors.engine.payoff import LONGEST_REST, PLAIN_STEPS, SHORTEST_REST, Payoff
+from tests.engine.simulation import Simulation
+from tests.engine.test_run_ahead import DRAFT, TARGET, rate, submit
+
+STEP_SECONDS = 0.02
+GAP_SECONDS = 0.002
+
+
+class Steps:
+    """Steps of a target, with drafts wherever the payoff allows them. A plain one takes 22 ms.
+
+    Args:
+        gain: tokens per second of steps with drafts / without.
+        deviation: of the tokens that a sequence commits in such a step, relative to their mean.
+    """
+
+    def __init__(self, gain: Callable[[], float], num_sequences: int = 8, deviation: float = 0.0) -> None:
+        cost = StepCostModel()
+        for size in (1, 64, 256):
+            cost.record(size, STEP_SECONDS)
+        self.payoff = Payoff(cost)
+        self.gain = gain
+        self.num_sequences = num_sequences
+        self.deviation = deviation / num_sequences**0.5
+        self.rng = random.Random(num_sequences)
+        self.drafted: list[bool] = []
+
+    def run(self, num_steps: int) -> float:
+        """The share of steps with drafts."""
+        for _ in range(num_steps):
+            drafting = not self.payoff.resting
+            seconds = STEP_SECONDS + GAP_SECONDS
+            luck = max(self.rng.gauss(1.0, self.deviation), 0.3)
+            tokens = round(3 * luck * self.num_sequences) if drafting else self.num_sequences
+            self.payoff.record(
+                num_sequences=self.num_sequences,
+                num_tokens=tokens,
+                num_prefill_tokens=0,
+                seconds=3 * seconds / self.gain() if drafting else seconds,
+                drafting=drafting,
+            )
+            self.drafted.append(drafting)
+        return sum(self.drafted[-num_steps:]) / num_steps
+
+
+def test_drafts_that_clearly_pay_never_rest() -> None:
+    assert Steps(lambda: 3.5).run(20_000) == 1.0
+
+
+def test_drafts_that_pay_a_little_rest_only_to_see_what_plain_steps_take() -> None:
+    steps = Steps(lambda: 1.2)
+    steps.run(4000)
+    assert steps.drafted.count(False) == PLAIN_STEPS
+    assert steps.payoff.gain == pytest.approx(1.2, rel=0.01)
+
+
+def test_drafts_that_do_not_pay_rest_and_are_tried_ever_more_seldom() -> None:
+    steps = Steps(lambda: 0.8)
+    steps.run(3000)
+    assert steps.run(5000) < 0.06
+    text = "".join("d" if drafted else "." for drafted in steps.drafted)
+    rests = [len(rest) for rest in text.split("d") if rest]
+    assert rests[:3] == [PLAIN_STEPS, SHORTEST_REST, 2 * SHORTEST_REST]
+    assert max(rests) == LONGEST_REST
+
+
+def test_drafts_that_have_become_better_are_taken_up_again() -> None:
+    gains = [0.8]
+    steps = Steps(lambda: gains[0])
+    steps.run(1000)
+    gains[0] = 1.3
+    steps.run(LONGEST_REST + 50)
+    assert steps.run(2000) == 1.0
+
+
+def test_each_load_is_judged_for_itself() -> None:
+    steps = Steps(lambda: 0.8 if steps.num_sequences > 32 else 1.8)
+    for _ in range(20):
+        steps.num_sequences = 64
+        steps.run(100)
+        steps.num_sequences = 4
+        # The step that finds the new load was begun under the old one.
+        steps.run(1)
+        assert steps.run(99) == 1.0
+    steps.num_sequences = 64
+    steps.run(1)
+    assert steps.run(200) < 0.5
+
+
+def test_others_are_given_a_try_before_a_long_rest_is_over() -> None:
+    steps = Steps(lambda: 0.8)
+    steps.run(3000)
+    while steps.payoff.resting:
+        steps.run(1)
+    while not steps.payoff.resting:
+        steps.run(1)
+    for _ in range(steps.num_sequences):
+        steps.payoff.note_arrival()
+    steps.run(SHORTEST_REST)
+    assert not steps.payoff.resting
+
+
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_chance_alone_puts_good_drafts_to_rest_but_rarely(num_sequences: int) -> None:
+    steps = Steps(lambda: 1.2, num_sequences, deviation=0.5)
+    assert steps.run(20_000) > 0.97
+
+
+# ---------------------------------------------------------------- through the engines, in simulated time
+
+
+def seconds_of(*, drafted: bool, message_seconds: float) -> tuple[float, float]:
+    """Tokens per second of two sequences together, and the gain that the target states at its end."""
+    run = Simulation(
+        TARGET,
+        DRAFT,
+        TargetEngineConfig(hardware=Hardware.SEPARATE, ngram=NgramConfig(enabled=False)),
+        message_seconds=message_seconds,
+    )
+    for name in ("a", "b"):
+        run.submit(submit(name, 3000, drafted=drafted))
+    run.run()
+    run.target.check_invariants()
+    return rate(run, ["a", "b"]), run.target.snapshot().drafting_gain
+
+
+def test_costs_that_no_forecast_knows_end_drafting() -> None:
+    """Each message of the draft holds the target up, as a busy machine or a lock does."""
+    plain, _ = seconds_of(drafted=False, message_seconds=0.0)
+    free, gain = seconds_of(drafted=True, message_seconds=0.0)
+    assert free > 1.8 * plain
+    assert gain > 1.8
+    dear, gain = seconds_of(drafted=True, message_seconds=0.008)
+    assert gain < 1.0
+    assert dear > 0.93 * plain
