@@ -1,4 +1,5 @@
-"""Draws how two pools followed two kinds of load, from the record of ``tests/integration/test_pools.py``.
+"""Draws how two pools followed two kinds of load, from the record of ``tests/integration/test_pools.py`` or,
+with their nodes, of ``tests/integration/test_autoscaler.py``.
 
 PACELINE_RECORD=record.json python -m pytest -m heavy tests/integration/test_pools.py
 python -m benchmarks.pools_plot record.json docs/plots/pools.png
@@ -31,13 +32,18 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     seconds = [row["seconds"] for row in rows]
-    figure, (load, replicas, speed) = pyplot.subplots(3, 1, figsize=(8, 6), sharex=True)
+    figure, (load, replicas, speed) = pyplot.subplots(3, 1, figsize=(8.5, 5), sharex=True)
     load.step(seconds, [row["clients"] for row in rows], where="post", color="tab:grey")
     load.set_ylabel("clients")
     for pool, colour in (("target", "tab:blue"), ("draft", "tab:orange")):
         replicas.step(seconds, [row[pool] for row in rows], where="post", color=colour, label=f"{pool}s")
+        if "nodes" in rows[0]:
+            nodes = [row["nodes"][pool] for row in rows]
+            replicas.step(
+                seconds, nodes, where="post", color=colour, linestyle=":", label=f"nodes of {pool}s"
+            )
     replicas.set_ylabel("replicas")
-    replicas.legend(loc="upper left")
+    replicas.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small")
     speed.plot(seconds, speeds(rows), color="tab:green")
     speed.set_ylabel("tokens/s")
     speed.set_xlabel("seconds")
@@ -45,20 +51,20 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each change of the replicas."""
-    lines = [f"0 s: {rows[0]['target']} targets, {rows[0]['draft']} drafts, {rows[0]['clients']} clients"]
-    for before, after in itertools.pairwise(rows):
-        keys = ("target", "draft", "clients")
-        if [before[key] for key in keys] != [after[key] for key in keys]:
-            lines.append(
-                f"{after['seconds']:.0f} s: {after['target']} targets, {after['draft']} drafts, "
-                f"{after['clients']} clients"
-            )
-    return "\n".join(lines)
+    """One line for each change of the replicas, the nodes or the load."""
+    changes = [rows[0], *(row for before, row in itertools.pairwise(rows) if state(row) != state(before))]
+    return "\n".join(f"{row['seconds']:.0f} s: {state(row)}" for row in changes)
+
+
+def state(row: dict[str, Any]) -> str:
+    told = f"{row['target']} targets, {row['draft']} drafts, {row['clients']} clients"
+    if "nodes" in row:
+        told += f"; nodes: {row['nodes']['target']} for targets, {row['nodes']['draft']} for drafts"
+    return told
 
 
 def main() -> None:

@@ -92,14 +92,23 @@ def targets_seen(context: AutoscalingContext) -> TargetsSeen:
 def decide_targets(context: AutoscalingContext, seen: TargetsSeen, goals: TargetGoals) -> float:
     if not seen.reports:
         return float(context.target_num_replicas)
-    return target_replicas(seen.reports, seen.num_replicas, goals)
+    return _kept_while_starting(target_replicas(seen.reports, seen.num_replicas, goals), context)
 
 
 def decide_drafts(context: AutoscalingContext, seen: TargetsSeen | None, goals: DraftGoals) -> float:
     if seen is None or (seen.num_replicas and not seen.reports):
         return float(context.target_num_replicas)
     drafts = from_stats(DraftReport, context.aggregated_metrics or {})
-    return draft_replicas(seen.reports, drafts, context.current_num_replicas, goals)
+    wanted = draft_replicas(seen.reports, drafts, context.current_num_replicas, goals)
+    return _kept_while_starting(wanted, context)
+
+
+def _kept_while_starting(wanted: float, context: AutoscalingContext) -> float:
+    """As long as no replica runs Serve heeds no delay, also where fewer are wanted: with every change of the
+    load it would take back what is on its way, and ask for it again."""
+    if wanted > 0 and not context.current_num_replicas:
+        return max(wanted, float(context.target_num_replicas))
+    return wanted
 
 
 # ---------------------------------------------------------------------- from the configuration

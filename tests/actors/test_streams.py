@@ -341,6 +341,7 @@ async def test_a_slow_reader_does_not_grow_a_queue(pool: Any) -> None:
 
 
 async def test_pings_on_an_idle_stream_are_allowed(pool: Any) -> None:
+    """B70."""
     settings = ChannelSettings(keepalive_seconds=0.05, keepalive_timeout_seconds=2.0)
     target = await pool.target(channels=settings)
     draft = await pool.draft(channels=settings)

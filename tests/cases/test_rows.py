@@ -1,8 +1,9 @@
-"""Which tests have which fault that others met: in where text ends, in sampling, and in what is reported.
+"""Which tests have which fault that others met: in where text ends, in sampling, in what is reported, and in
+the service around them.
 
-Each is tried with tails of at most 1, 2, 4 and 8 tokens (``exercise.BOUNDS``) of a draft that is always
-right, one that is right at times and one that hardly ever is (``conftest.DRAFTS``), and each test says so
-where that did not happen. Where a row has no use for one of these, it says why.
+Those of the tokens are tried with tails of at most 1, 2, 4 and 8 tokens (``exercise.BOUNDS``) of a draft that
+is always right, one that is right at times and one that hardly ever is (``conftest.DRAFTS``), and each test
+says so where that did not happen. Where a row has no use for one of these, it says why.
 """
 
 from __future__ import annotations
@@ -73,7 +74,53 @@ ROWS = {
     "B54": Row("a figure is 0/0", ("test_statistics.py",)),
 }
 
+SERVICE_ROWS = {
+    "B56": Row("two groups of ranks wait for each other", ("integration/test_shards_load.py",)),
+    "B58": Row("a cancellation is lost while the call is being set up", ("integration/test_cases.py",)),
+    "B59": Row("a pool stays large after the load", ("integration/test_scaling_cases.py",)),
+    "B60": Row(
+        "what is queued does not count as load",
+        ("integration/test_scaling_cases.py", "cluster/test_autoscaling.py"),
+    ),
+    "B62": Row(
+        "what is dead or stuck goes unnoticed",
+        (
+            "integration/test_shards.py",
+            "integration/test_shards_alone.py",
+            "integration/test_draft_loss.py",
+            "cases/test_failures.py",
+        ),
+    ),
+    "B64": Row(
+        "a status becomes INTERNAL with a traceback",
+        ("integration/test_contract.py", "integration/test_grpc_cases.py"),
+    ),
+    "B66": Row(
+        "a failure midway looks like a normal end", ("cases/test_failures.py", "integration/test_cases.py")
+    ),
+    "B67": Row("a cluster file with impossible bounds passes", ("cluster/test_deploy_files.py",)),
+    "B69": Row(
+        "a caller without a deadline waits for ever", ("cases/test_failures.py", "integration/test_cases.py")
+    ),
+    "B70": Row(
+        "too many pings",
+        ("cases/test_pings.py", "integration/test_cases.py", "integration/test_grpc_cases.py"),
+    ),
+    "B72": Row("what is forked beside open channels hangs", ("cases/test_start.py",)),
+}
+"""Of Ray, Serve, ranks and gRPC. Files are those of ``tests``; drafts and bounds have no part in these."""
+
 NOT_OFFERED = {"B53": "a parser loses the second of two tool calls: there are no tools."}
+
+
+def docstrings_of_tests(path: Path) -> list[str]:
+    """What a module says of all its tests counts for each."""
+    module = ast.parse(path.read_text())
+    return [
+        f"{ast.get_docstring(module)}\n{ast.get_docstring(item)}"
+        for item in module.body
+        if isinstance(item, ast.AsyncFunctionDef | ast.FunctionDef) and item.name.startswith("test_")
+    ]
 
 
 def functions_of(file: str) -> list[ast.AsyncFunctionDef | ast.FunctionDef]:
@@ -101,3 +148,10 @@ def test_every_row_has_its_tests(row_id: str) -> None:
         helpers = [item for item in functions if item.name in names_in(tests)]
         tries_every_bound |= bool({"check_every_bound", "EVERY_BOUND"} & names_in([*tests, *helpers]))
     assert tries_every_bound == row.every_bound
+
+
+@pytest.mark.parametrize("row_id", SERVICE_ROWS)
+def test_every_row_of_the_service_has_its_tests(row_id: str) -> None:
+    for file in SERVICE_ROWS[row_id].files:
+        told = docstrings_of_tests(FOLDER.parent / file)
+        assert any(row_id in docstring for docstring in told), f"no test in {file} names {row_id}"

@@ -253,6 +253,17 @@ def test_a_pool_of_which_nothing_is_known_stays_as_it_is() -> None:
     assert controller.target(controller.context("target", 0, 1, {}, now=5001.0))[0] == 1
 
 
+def test_what_is_on_its_way_to_an_empty_pool_is_not_taken_back_while_any_is_wanted() -> None:
+    controller = Controller(**BOTH)
+    assert controller.draft is not None
+    controller.target(controller.context("target", 1, 1, {"t": TargetReport(num_wanting_draft=8)}))
+    assert controller.draft(controller.context("draft", 0, 2, {}))[0] == 2
+    # With a replica that runs Serve's own delay holds.
+    assert controller.draft(controller.context("draft", 1, 2, {}))[0] == 1
+    controller.target(controller.context("target", 1, 1, {"t": TargetReport()}))
+    assert controller.draft(controller.context("draft", 0, 2, {}))[0] == 0
+
+
 def test_drafts_of_a_sleeping_target_pool_go_to_sleep() -> None:
     controller = Controller(**BOTH)
     assert controller.draft is not None

@@ -61,6 +61,7 @@ def test_every_kind_of_file_is_shipped() -> None:
 
 @pytest.mark.parametrize("target", RAY_UP)
 def test_ray_accepts_the_cluster_file(target: str, repository: Path) -> None:
+    """B67."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     given = _file(repository, target)
@@ -80,7 +81,7 @@ def test_ray_accepts_the_cluster_file(target: str, repository: Path) -> None:
 
 @pytest.mark.parametrize("target", CLOUDS)
 def test_ray_refuses_what_we_refuse(target: str, repository: Path) -> None:
-    """The validators do look: the same file with one number wrong does not pass."""
+    """B67: the validators do look: the same file with one number wrong does not pass."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     content = _file(repository, target)
@@ -95,7 +96,7 @@ def test_ray_refuses_what_we_refuse(target: str, repository: Path) -> None:
 
 @pytest.mark.parametrize("target", [*CLOUDS, "kuberay"])
 def test_replicas_fit_the_machines_within_the_bounds(target: str, repository: Path) -> None:
-    """From the files alone: what a replica reserves against what a machine has."""
+    """B67, from the files alone: what a replica reserves against what a machine has."""
     machines = _machines(_file(repository, target), target)
     service = yaml.safe_load(
         render(load_config(repository / SAMPLE), SAMPLE, "serve", target)  # type: ignore[arg-type]

@@ -61,8 +61,11 @@ def cluster() -> Iterator[Any]:
     if haproxy_available(folder / "ha"):
         (folder / "ha").mkdir()
         os.environ.update(haproxy_environment(folder / "ha"))
+    from ray._common.utils import get_default_ray_temp_dir
     from ray.cluster_utils import Cluster
 
+    # Ray notes the cluster's address in its default folder, and takes for granted that there is one.
+    Path(get_default_ray_temp_dir()).mkdir(exist_ok=True)
     cluster = Cluster(
         initialize_head=True,
         head_node_args={

@@ -73,11 +73,11 @@ def main(config_path: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def hand_over(config_path: Path, dashboard: int) -> None:
+def hand_over(config_path: Path, dashboard: int, machines: str = "onprem") -> None:
     command = [sys.executable, "-m", "paceline.cluster.cli", "deploy", str(config_path), "--target", "serve"]
     address = f"http://127.0.0.1:{dashboard}"
     subprocess.run(
-        [*command, "--machines", "onprem", "--apply", "--address", address], check=True, stdout=sys.stderr
+        [*command, "--machines", machines, "--apply", "--address", address], check=True, stdout=sys.stderr
     )
 
 
@@ -109,7 +109,7 @@ def report(runtime: Runtime, before: set[str]) -> None:
 
 
 def replicas() -> dict[str, tuple[str, str]]:
-    """Replica → (deployment, node), of those that are alive."""
+    """Replica → (deployment, node), of those that are alive and have a node."""
     from ray.serve.context import _get_global_client
 
     details: dict[str, Any] = _get_global_client().get_serve_details()["applications"]
@@ -117,7 +117,7 @@ def replicas() -> dict[str, tuple[str, str]]:
         replica["replica_id"]: (pool, replica["node_id"])
         for pool, deployment in details[APPLICATION_NAME]["deployments"].items()
         for replica in deployment["replicas"]
-        if replica["state"] in ("RUNNING", "STOPPING")
+        if replica["state"] in ("RUNNING", "STOPPING") and "node_id" in replica
     }
 
 

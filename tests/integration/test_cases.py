@@ -113,6 +113,7 @@ def check_three_hundred_cancelled_streams(service: Service, seed: int) -> None:
 
 
 def test_three_hundred_streams_cancelled_at_random_leave_nothing(service: Service) -> None:
+    """B58."""
     check_three_hundred_cancelled_streams(service, seed=58)
 
 
@@ -124,7 +125,7 @@ def test_three_hundred_streams_cancelled_at_random_five_times(service: Service) 
 
 
 def test_pings_on_an_idle_channel_are_allowed(service: Service) -> None:
-    """Far more of them than a gRPC server allows by default, which answers the third with GOAWAY."""
+    """B70: far more of them than a gRPC server allows by default, which answers the third with GOAWAY."""
     if not behind_haproxy():
         pytest.skip("Serve's default proxy allows a ping in five minutes")
     options = [
@@ -175,7 +176,7 @@ def check_ended_with_a_status(readers: list[Reader], since: float) -> None:
 
 
 def test_killed_gateway_ends_its_streams_with_a_status(service: Service) -> None:
-    """Never with what looks like a normal end; the next gateway serves as the one before."""
+    """B66, B69: never with what looks like a normal end; the next gateway serves as the one before."""
     readers = [Reader(service) for _ in range(4)]
     wait_until(lambda: all(r.num_tokens for r in readers), timeout_seconds=30, what="the streams run")
     (gateway,) = service.replicas("gateway")
@@ -222,7 +223,7 @@ def test_the_only_target_killed_midway_is_replaced_and_no_token_changes(service:
 def test_service_that_is_removed_ends_every_stream_with_a_status(
     service: Service, lifetime: ExitStack
 ) -> None:
-    """The last one: stopping all replicas, in the order that Serve chooses, leaves no caller waiting."""
+    """B69, the last one: stopping all replicas, in the order that Serve chooses, leaves no caller waiting."""
     readers = [Reader(service) for _ in range(4)]
     wait_until(lambda: all(r.num_tokens for r in readers), timeout_seconds=30, what="the streams run")
     since = time.monotonic()

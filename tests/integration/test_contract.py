@@ -132,6 +132,7 @@ def test_ids_do_not_depend_on_speculation_or_company(service: Service, num_specu
 def test_errors_have_a_code_and_a_sentence(
     service: Service, method: str, change: dict[str, Any], code: str, told: str
 ) -> None:
+    """B64."""
     options = {"prompt": "a", **change}
     model = options.pop("model", "")
     message = request(**options)
@@ -157,6 +158,7 @@ def test_conversation_without_a_template_and_unknown_role(service: Service) -> N
 
 
 def test_five_megabytes_of_prompt_get_a_clean_status(service: Service) -> None:
+    """B64."""
     with pytest.raises(grpc.RpcError) as raised:
         service.generate(prompt="x" * 5_000_000)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -165,6 +167,7 @@ def test_five_megabytes_of_prompt_get_a_clean_status(service: Service) -> None:
 
 
 def test_too_many_requests_are_refused_and_the_others_unharmed(service: Service) -> None:
+    """B64."""
     reference = list(service.generate(prompt="full", max_tokens=200, seed=3).choices[0].token_ids)
 
     def run(index: int) -> str | list[int]:
@@ -221,7 +224,7 @@ def test_deadline_ends_the_stream_and_frees_it(service: Service) -> None:
 
 
 def test_the_requests_own_limit_ends_it_and_frees_it(service: Service) -> None:
-    """Also where the caller sets no deadline, or it is lost on its way."""
+    """B69: also where the caller sets no deadline, or it is lost on its way."""
     with pytest.raises(grpc.RpcError) as raised:
         list(service.stub.GenerateStream(request("late", max_tokens=900, timeout_s=0.5)))
     assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

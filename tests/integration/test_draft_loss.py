@@ -50,6 +50,7 @@ def num_accepted(service: Service) -> int:
 
 
 def test_killed_draft_is_replaced_and_the_new_one_is_used(single: Service) -> None:
+    """B62."""
     wait_for_full_strength(single)
     reference = collect(single, seed=1)
     assert any(reference.accepted)
@@ -70,7 +71,7 @@ def test_killed_draft_is_replaced_and_the_new_one_is_used(single: Service) -> No
 
 
 def test_frozen_draft_holds_nobody_up_and_catches_up_once_it_thaws(single: Service) -> None:
-    """A process that is alive but stuck resets no connection: only its silence tells."""
+    """B62: a process that is alive but stuck resets no connection: only its silence tells."""
     wait_for_full_strength(single)
     reference = collect(single, seed=2)
     (draft,) = single.replicas("draft")

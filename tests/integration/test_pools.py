@@ -76,6 +76,8 @@ class Record:
     rows: list[dict[str, Any]] = field(default_factory=list)
     num_clients: int = 0
     num_tokens: int = 0
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None
+    """Gets each row, and may add to it."""
 
     def sizes(self) -> dict[str, int]:
         return {pool.name: pool.running for pool in application_progress(APPLICATION_NAME)[2]}
@@ -88,10 +90,12 @@ class Record:
         def look() -> None:
             while not ended.wait(0.5):
                 pools = application_progress(APPLICATION_NAME)[2]
-                row = {"seconds": round(time.monotonic() - self.began, 2)}
+                row: dict[str, Any] = {"seconds": round(time.monotonic() - self.began, 2)}
                 row |= {pool.name: pool.running for pool in pools}
                 row |= {"clients": self.num_clients, "tokens": self.num_tokens}
-                self.rows.append(row | {"other": {pool.name: dict(pool.other) for pool in pools}})
+                row["other"] = {pool.name: dict(pool.other) for pool in pools}
+                self.on_row(row)
+                self.rows.append(row)
 
         thread = threading.Thread(target=look)
         thread.start()
@@ -118,12 +122,16 @@ def recorded() -> Iterator[Record]:
 
 
 @contextmanager
-def clients(service: Service, record: Record, count: int) -> Iterator[None]:
-    """So many clients ask one request after the other for the length of the block. None may fail."""
+def clients(service: Service, record: Record, count: int, **options: Any) -> Iterator[None]:
+    """So many clients ask one request after the other for the length of the block. None may fail.
+
+    Args:
+        options: more of a request's own.
+    """
 
     def ask(seed: int, ended: threading.Event) -> None:
         while not ended.is_set():
-            for chunk in service.stream(prompt=f"lap {seed}", max_tokens=30, seed=seed):
+            for chunk in service.stream(prompt=f"lap {seed}", max_tokens=30, seed=seed, **options):
                 record.num_tokens += len(chunk.token_ids)
 
     record.num_clients = count

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -18,7 +17,7 @@ import pytest
 from paceline.cluster.client import connect
 from paceline.cluster.runtime import free_port, port_is_free
 from paceline.protos import generation_pb2 as proto
-from tests.integration.serve_output import read_until_ready
+from tests.integration.serving import STOP_SECONDS, ServeProcess, paceline, serving
 
 CONFIG = """
 model: emulated://solo?base_ms=20&support=6
@@ -26,35 +25,6 @@ draft: emulated://solo?base_ms=3&support=6&acceptance=0.7
 speculation: {{ngram: {{enabled: false}}}}
 gateway: {{grpc_port: {port}}}
 """
-START_SECONDS = 120
-STOP_SECONDS = 60
-
-
-@dataclass
-class ServeProcess:
-    """The process once it is ready."""
-
-    process: subprocess.Popen[str]
-    port: int
-    lines: list[str]
-    home: str
-    """Where Ray's token is."""
-
-    @property
-    def ray_address(self) -> str:
-        (line,) = [line for line in self.lines if line.strip().startswith("Ray ")]
-        return line.split()[1]
-
-
-def paceline(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "paceline.cluster.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"} | options,
-    )
 
 
 def children_of_session(session: int) -> list[str]:
@@ -79,28 +49,11 @@ def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServeProcess]:
     port = free_port()
-    path = tmp_path_factory.mktemp("serve") / "paceline.yaml"
-    path.write_text(CONFIG.format(port=port))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE_")}
-    environment["RAY_SERVE_ENABLE_HA_PROXY"] = "1" if request.param == "haproxy" else "0"
-    # As a user's is: Ray writes its token into the home folder, and clients have to send it.
-    environment.pop("RAY_AUTH_MODE", None)
-    environment["HOME"] = str(path.parent)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "paceline.cluster.cli", "serve", str(path), "--address", "local"),
-            *("--timeout", str(START_SECONDS)),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    yield ServeProcess(process, port, read_until_ready(process), environment["HOME"])
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        process.wait(STOP_SECONDS)
+    content = CONFIG.format(port=port)
+    with serving(
+        tmp_path_factory.mktemp("serve"), content, port, haproxy=request.param == "haproxy"
+    ) as found:
+        yield found
 
 
 def test_generate_streams_with_drafts(served: ServeProcess) -> None:

@@ -31,6 +31,7 @@ def pair(
 
 
 def test_killed_shard_changes_no_token_of_any_request(pair: Service) -> None:
+    """B62."""
     num_groups = num_placement_groups()
     assert len(all_ranks(pair)) == 2 * SIZE
     seeds = range(4)
@@ -52,6 +53,7 @@ def test_killed_shard_changes_no_token_of_any_request(pair: Service) -> None:
 def test_every_request_completes_on_the_other_replica(
     pair: Service, fault: signal.Signals, rank: int, during: bool
 ) -> None:
+    """B62: also where a rank is alive but stuck."""
     seeds = range(16)
     reference = collect_all(pair, seeds)
     num_groups = num_placement_groups()

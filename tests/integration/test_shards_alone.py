@@ -40,7 +40,7 @@ def alone(
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("during", [False, True], ids=["idle", "streams"])
 def test_the_only_replica_is_lost(alone: Service, fault: signal.Signals, rank: int, during: bool) -> None:
-    """Every request ends within the time, whole or as UNAVAILABLE, and the group comes back by itself."""
+    """B62: every request ends in time, whole or as UNAVAILABLE, and the group comes back by itself."""
     seeds = range(16)
     reference = token_ids(collect_all(alone, seeds))
     num_groups = num_placement_groups()
