@@ -16,7 +16,7 @@ from paceline.actors.engine.parameters import FinishReason
 from paceline.actors.execution_client import ExecutionClient
 from paceline.actors.identity import TargetIdentity
 from paceline.cluster.errors import OverloadedError, TargetFailedError, UnavailableError
-from paceline.cluster.placement import TargetLoad, choose_target
+from paceline.cluster.placement import TargetLoad, choose_target, share_out
 from paceline.cluster.requests import CheckedRequest
 from paceline.cluster.sequence import Arrival, Sequence, SequenceResult
 from paceline.cluster.sequence_stream import SequenceStream
@@ -238,6 +238,21 @@ class Gateway:
         if self._retry is None:
             for sequence in list(self._waiting.values()):
                 self._place(sequence)
+
+    def on_joined(self, target: AttachedTarget) -> None:
+        """What queues elsewhere may begin here at once."""
+        others = {other.target_id: other for other in self._pool.present.values() if other is not target}
+        moves = share_out(
+            {target.target_id: len(target.sequences)}
+            | {name: len(other.sequences) for name, other in others.items()},
+            {name: len(other.queued) for name, other in others.items()},
+            target.target_id,
+        )
+        for name, count in moves.items():
+            for sequence in others[name].queued[-count:]:
+                others[name].cancel(sequence)
+                self._release(sequence)
+                self._place(sequence, target.target_id)
 
     def on_unreachable(self) -> None:
         if self._pool.num_dialling == 0 and self._wake is None:

@@ -41,6 +41,9 @@ class TargetEvents(Protocol):
     def on_ready(self) -> None:
         """A target can take sequences, or has reported a new load."""
 
+    def on_joined(self, target: AttachedTarget) -> None:
+        """The target has been attached."""
+
     def on_unreachable(self) -> None:
         """An attempt to attach failed."""
 
@@ -91,6 +94,13 @@ class AttachedTarget:
     def not_begun(self) -> list[Sequence]:
         """Sequences that would lose nothing by going elsewhere: they queue there, or their prompts do."""
         return [item for item in self.sequences.values() if item.sequence_id not in self._begun]
+
+    @property
+    def queued(self) -> list[Sequence]:
+        """Sequences that wait for their turn there, as far as can be known: the last to come of those that
+        have not begun, no more than wait by its last report."""
+        num_waiting = self.reported.num_waiting if self.reported is not None else 0
+        return self.not_begun[-num_waiting:] if num_waiting else []
 
     def submit(self, sequence: Sequence) -> None:
         """Raises: PacelineError if the target is gone."""
@@ -252,6 +262,7 @@ class TargetPool:
         self._present[target.target_id] = target
         logger.info("attached to target %s at %s", target.target_id, target.address)
         self._events.on_ready()
+        self._events.on_joined(target)
 
     def _undial(self, target: AttachedTarget) -> bool:
         """The attempt is over. Whether it was still wanted."""

@@ -141,8 +141,8 @@ class ScriptedLink:
             ),
         )
 
-    def report(self, running: int = 0, *, draining: bool = False) -> None:
-        self.events.on_load(self.target_id, Load(running, 0, 0, 10, 10, draining))
+    def report(self, running: int = 0, *, waiting: int = 0, draining: bool = False) -> None:
+        self.events.on_load(self.target_id, Load(running, waiting, 0, 10, 10, draining))
 
     def die(self) -> None:
         self.dead = True

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -538,6 +539,50 @@ async def test_what_has_not_begun_on_a_draining_target_begins_elsewhere_at_once(
         assert await collect(running) == completion(request, 4)
         assert await collect(queued) == completion(request, 4)
     assert_clean(targets)
+
+
+async def test_what_queues_goes_to_a_target_that_comes_later(targets: ScriptedTargets) -> None:
+    await targets.attach("a")
+    request = checked(max_tokens=4)
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(targets.gateway.open(request)) for _ in range(7)]
+        old = targets.links["a"]
+        begun, prefilled, *queued = old.submits
+        old.commit(begun, 1)
+        old.report(2, waiting=5)
+        await targets.attach("a", "b")
+        new = targets.links["b"]
+        # Half of all: the last that came.
+        assert [submit.sequence_id for submit in new.submits] == [
+            submit.sequence_id for submit in queued[-3:]
+        ]
+        assert [cancel.sequence_id for cancel in old.cancels] == [
+            submit.sequence_id for submit in queued[-3:]
+        ]
+        for submit in queued[-3:]:
+            old.finish(submit, FinishReason.CANCELLED)  # its answer to the cancellation
+        old.commit(begun, 3, base=4)
+        for submit in (prefilled, *queued[:-3]):
+            old.commit(submit, 4)
+        for submit in new.submits:
+            assert submit.epoch == 1
+            new.commit(submit, 4)
+        for link, submits in ((old, old.submits[:4]), (new, new.submits)):
+            for submit in submits:
+                link.finish(submit)
+        for stream in streams:
+            assert await collect(stream) == completion(request, 4)
+    assert targets.gateway.snapshot().num_failovers == 0
+    assert_clean(targets)
+
+
+async def test_nothing_moves_where_nothing_queues(targets: ScriptedTargets) -> None:
+    await targets.attach("a")
+    request = checked(max_tokens=4)
+    with targets.gateway.open(request), targets.gateway.open(request), targets.gateway.open(request):
+        targets.links["a"].report(3)
+        await targets.attach("a", "b")
+        assert targets.links["b"].submits == targets.links["a"].cancels == []
 
 
 async def test_the_only_target_finishes_what_it_has_while_it_drains(targets: ScriptedTargets) -> None:
