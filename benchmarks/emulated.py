@@ -221,10 +221,11 @@ def services(models: Models, num_branches: int) -> Iterator[dict[str, Service]]:
 class Listener:
     """Hears of the sequences of one run."""
 
-    num_open: int
+    num_sequences: int
     at: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     """Tokens of each piece, and when it came."""
+    num_ended: int = 0
     num_at_first_end: int = 0
     """Pieces until the first sequence ended: as long as all of them run."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -237,9 +238,17 @@ class Listener:
     def on_finished(self, target_id: str, finished: Finished) -> None:
         self.error = self.error or finished.error
         self.num_at_first_end = self.num_at_first_end or len(self.at)
-        self.num_open -= 1
-        if not self.num_open:
+        self.num_ended += 1
+        if self.num_ended == self.num_sequences:
             self.done.set()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Per sequence, while all of them run: from the last one's first piece to the first one's end."""
+        # The first piece of each sequence is its prefill's.
+        counted = slice(self.num_sequences, self.num_at_first_end)
+        seconds = self.at[counted.stop - 1] - self.at[counted.start - 1]
+        return sum(self.counts[counted]) / seconds / self.num_sequences
 
     def on_load(self, target_id: str, load: Load) -> None:
         pass
@@ -256,7 +265,7 @@ class Result:
     way: str
     num_sequences: int
     tokens_per_second: float
-    """Per sequence, while all of them run: from the last one's first piece to the first one's end."""
+    """See ``Listener``."""
     mean_acceptance_length: float
     acceptance: float
     """Per position that was tested."""
@@ -304,13 +313,10 @@ async def run_load(
         sum(draft[name] for draft in after[0]["drafts"]) - sum(draft[name] for draft in before[0]["drafts"])
         for name in ("num_tested_total", "num_foretold_total")
     )
-    # The first piece of each sequence is its prefill's.
-    while_all_run = slice(num_sequences, listener.num_at_first_end)
-    seconds = listener.at[while_all_run.stop - 1] - listener.at[num_sequences - 1]
     return Result(
         way=way.name,
         num_sequences=num_sequences,
-        tokens_per_second=sum(listener.counts[while_all_run]) / seconds / num_sequences,
+        tokens_per_second=listener.tokens_per_second,
         mean_acceptance_length=1.0 + accepted / rounds if rounds else 1.0,
         acceptance=foretold / tested if tested else 0.0,
         prepared=counted(1, "num_prepared_corrections_total") / corrections if corrections else 0.0,

@@ -29,8 +29,9 @@ SURE_GAIN = 3.0
 """From here on it does not matter how exactly that is known."""
 PLAIN_KNOWN_STEPS = 4096
 """Steps for which it is known."""
-SHORTEST_REST, LONGEST_REST = 64, 512
+SHORTEST_REST, LONGEST_REST = 64, 1024
 """Steps; each trial that fails doubles the rest."""
+FEW_SEQUENCES = 8
 DEVIATION = 0.5
 """Of the tokens that a sequence commits in a step with drafts, relative to their mean."""
 
@@ -175,8 +176,12 @@ def _pass_rest(load: _Load, num_sequences: int) -> None:
         return
     load.rest_left -= 1
     load.num_rested += 1
-    if load.num_arrivals >= num_sequences and load.num_rested >= SHORTEST_REST:
-        # None of those that the drafts were judged by is left.
+    if (
+        num_sequences <= FEW_SEQUENCES
+        and load.num_rested >= SHORTEST_REST
+        and load.num_arrivals >= num_sequences
+    ):
+        # None of those that the drafts were judged by is left. (Large crowds are all alike.)
         load.rest_left = 0
     if not load.rest_left:
         load.sums = _Sums()

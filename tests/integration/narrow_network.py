@@ -78,7 +78,7 @@ class Run:
     seed: int
     token_ids: list[list[int]]
     tokens_per_second: float
-    """Per sequence, from its first piece to the last."""
+    """Per sequence, while all of them run."""
     num_rounds: int
     num_accepted: int
     num_late: int
@@ -213,14 +213,12 @@ async def ask(service: Service, drafted: bool, num_sequences: int, num_tokens: i
     def counted(name: str) -> int:
         return int(after[name] - before[name])
 
-    # The first piece of each sequence is its prefill's.
-    seconds = reader.at[-1] - reader.at[num_sequences - 1]
     return Run(
         drafted=drafted,
         num_sequences=num_sequences,
         seed=seed,
         token_ids=[reader.token_ids[name] for name in names],
-        tokens_per_second=sum(reader.counts[num_sequences:]) / seconds / num_sequences,
+        tokens_per_second=reader.tokens_per_second,
         num_rounds=counted("num_rounds_total"),
         num_accepted=counted("num_accepted_tokens_total"),
         num_late=counted("num_late_drafts_total"),

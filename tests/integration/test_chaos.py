@@ -47,6 +47,8 @@ ATTEMPT_SECONDS = 240.0
 """An upper bound on any request. A frozen gateway is found out by Serve's health checks in time, and its
 streams end then."""
 HEALED_SECONDS = 180.0
+REFUSED_SECONDS = 5.0
+"""A request that finds no target waits 2 s for one."""
 NUM_MACHINES = 3
 PLACES = {"rider": 4}
 """Of a machine: any two machines hold all ranks and drafts, however they are spread."""
@@ -90,8 +92,9 @@ def configuration(folder: Path) -> dict[str, Any]:
 TRIAL = "subprocess.run('ip link add name bridge0 type bridge'.split(), check=True)"
 """What a namespace must allow."""
 Deploy = Callable[..., AbstractContextManager[Service]]
-FRONT = ("gateway", "proxy")
-"""What holds callers' connections: a caller hears of its death, and asks again."""
+FRONT = {"killed": 5.0, "frozen": 60.0}
+"""Seconds for which a gateway or proxy may be taken for sound that is not. They hold callers' connections: a
+caller hears of their loss, and asks again."""
 
 
 @dataclass
@@ -106,6 +109,13 @@ class Outcome:
     token_ids: list[int]
     longest_pause: float
     """Between two chunks, or before the first."""
+    details: str = ""
+    """What the caller was told."""
+
+    @property
+    def refused(self) -> bool:
+        """Told at once to come again: it was never accepted."""
+        return self.code is not None and not self.token_ids and self.ended - self.began < REFUSED_SECONDS
 
 
 @dataclass
@@ -120,14 +130,14 @@ class Callers:
         longest_pause = 0.0
         message = make_request(prompt=f"chaos {seed}", max_tokens=MAX_TOKENS, seed=seed)
         token_ids: list[int] = []
-        code = None
+        code, details = None, ""
         try:
             for chunk in self.service.stub.GenerateStream(message, timeout=ATTEMPT_SECONDS):
                 token_ids.extend(chunk.token_ids)
                 longest_pause, last = max(longest_pause, time.monotonic() - last), time.monotonic()
         except grpc.RpcError as error:
-            code = error.code()
-        return Outcome(seed, began, time.monotonic(), code, token_ids, longest_pause)
+            code, details = error.code(), error.details() or ""
+        return Outcome(seed, began, time.monotonic(), code, token_ids, longest_pause, details)
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -332,20 +342,23 @@ def test_streams_survive_whatever_is_lost(
             chaos.run(SECONDS)
         good = [outcome for outcome in callers.outcomes if outcome.code is None]
         bad = [outcome for outcome in callers.outcomes if outcome.code is not None]
-        front = [when for when, what, _ in chaos.events if what in FRONT]
+        refused = [outcome for outcome in bad if outcome.refused]
+        broken = [outcome for outcome in bad if not outcome.refused]
+        front = [(when, FRONT[how]) for when, what, how in chaos.events if what in ("gateway", "proxy")]
         blameless = [
             outcome
-            for outcome in bad
-            if not any(outcome.began - 5.0 <= when <= outcome.ended for when in front)
+            for outcome in broken
+            if not any(outcome.began - taken <= when <= outcome.ended for when, taken in front)
         ]
         figures = {
             "events": dict(Counter(f"{what} {how}" for _, what, how in chaos.events)),
             "cut off": f"never: {without}" if without else f"{CUT_OFF_SECONDS} s in turn",
             "nodes that Ray gave up": chaos.num_lost_nodes,
             "requests": len(good),
-            "retries after the loss of a gateway or proxy": dict(
-                Counter(str(outcome.code) for outcome in bad)
+            "broken off by the loss of a gateway or proxy": dict(
+                Counter(f"{outcome.code}: {outcome.details}" for outcome in broken)
             ),
+            "told to come again": dict(Counter(f"{outcome.code}: {outcome.details}" for outcome in refused)),
             "longest request, seconds": round(max(o.ended - o.began for o in callers.outcomes), 1),
             "longest pause, seconds": round(max(o.longest_pause for o in good), 1),
             "longest pause undisturbed, seconds": round(max(o.longest_pause for o in undisturbed), 1),
