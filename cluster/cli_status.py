@@ -117,7 +117,7 @@ def targets_table(replicas: Sequence[Row]) -> Table:
 
 def speculation_table(replicas: Sequence[Row]) -> Table:
     """What became of the tokens that drafts proposed, and of those that the targets looked up themselves."""
-    table = _table("verified", "of drafts", "acc.", "looked up", "acc.", "rounds", "length")
+    table = _table("verified", "of drafts", "acc.", "looked up", "acc.", "rounds", "length", "gain")
     for row in replicas:
         engine = row.get("engine")
         if engine is None:
@@ -134,8 +134,15 @@ def speculation_table(replicas: Sequence[Row]) -> Table:
             show_share(accepted_lookup, lookup),
             str(rounds),
             f"{1 + engine['num_accepted_tokens_total'] / rounds:.2f}" if rounds else "–",
+            show_gain(engine),
         )
     return table
+
+
+def show_gain(engine: Row) -> str:
+    """What drafting brings at the present load, as the target has measured it."""
+    gain = f"{engine['drafting_gain']:.2f}" if engine["drafting_gain"] else "–"
+    return f"{gain}, at rest" if engine["drafts_rest"] else gain
 
 
 def drafts_table(replicas: Sequence[Row]) -> Table:
@@ -178,8 +185,8 @@ def status(
     """Show what a running service does.
 
     live: sequences in hand; cached: share of prompt tokens that the prefix cache had; acc.: accepted of those
-    verified; length: mean acceptance length; prepared: share of corrections that a draft had a tail ready
-    for.
+    verified; length: mean acceptance length; gain: tokens with drafts over those without, at this load (where
+    it is too low drafts rest); prepared: share of corrections that a draft had a tail ready for.
     """
     with Runtime.open(
         address=address or os.environ.get("RAY_ADDRESS") or running_cluster() or "auto", num_cpus=0

@@ -123,6 +123,12 @@ ACCEPTED_LOOKUP_TOKENS = _counter(
     "spec_decode_num_accepted_lookup_tokens",
     "Of those, accepted. Never includes the corrected or bonus token.",
 )
+DRAFTING_GAIN = _gauge(
+    "drafting_gain",
+    "Tokens that steps with drafts committed, over what the same time brings without, at the present load; 0 "
+    "while not known.",
+)
+DRAFTS_REST = _gauge("drafts_rest", "1 while drafts rest because that gain is too low, else 0.")
 DRAFT_TURNS = _counter(
     "draft_turns", "Steps of a sequence whose draft had been asked for tokens, and had begun with it."
 )
@@ -238,6 +244,8 @@ def target_samples(snapshot: TargetSnapshot) -> Iterator[Sample]:
         yield Sample(SPEC_DECODE_NUM_ACCEPTED_TOKENS_PER_POS, count, {"position": str(position)})
     yield Sample(LOOKUP_TOKENS, snapshot.num_lookup_tokens_total)
     yield Sample(ACCEPTED_LOOKUP_TOKENS, snapshot.num_accepted_lookup_tokens_total)
+    yield Sample(DRAFTING_GAIN, snapshot.drafting_gain)
+    yield Sample(DRAFTS_REST, float(snapshot.drafts_rest))
     yield Sample(DRAFT_TURNS, snapshot.num_draft_turns_total)
     yield Sample(LATE_DRAFTS, snapshot.num_late_drafts_total)
     yield Sample(PREFIX_CACHE_QUERIES, snapshot.num_prefix_cache_queries_total)

@@ -28,7 +28,7 @@ from paceline.cluster.cli_request import (
     text_or_file,
 )
 from paceline.cluster.cli_serve import describe_pool, merged_config
-from paceline.cluster.cli_status import status_view
+from paceline.cluster.cli_status import show_gain, status_view
 from paceline.cluster.client import Timing, connect, stream
 from paceline.cluster.config_errors import ConfigError
 from paceline.cluster.runtime import PoolProgress, RuntimeStartError, free_port, port_is_free
@@ -503,6 +503,7 @@ def test_status_view_before_any_request() -> None:
         "num_rounds_total": 0, "step_seconds": 0.0,
         "num_lookup_tokens_total": 0, "num_accepted_lookup_tokens_total": 0,
         "num_prefix_cache_queries_total": 0, "num_prefix_cache_hits_total": 0,
+        "drafting_gain": 0.0, "drafts_rest": False,
     }  # fmt: skip
     target = {"id": "t", "pid": 1, "drafts": [], "error": "", "engine": engine}
     broken = {"id": "u", "pid": 2, "drafts": [], "error": "out of memory"}
@@ -523,6 +524,12 @@ def test_status_view_before_any_request() -> None:
     assert "1 starting" in text
     assert "nan" not in text.lower()
     assert "out of memory" in text
+
+
+def test_the_gain_of_drafting_in_words() -> None:
+    assert show_gain({"drafting_gain": 0.0, "drafts_rest": False}) == "–"
+    assert show_gain({"drafting_gain": 1.456, "drafts_rest": False}) == "1.46"
+    assert show_gain({"drafting_gain": 0.9, "drafts_rest": True}) == "0.90, at rest"
 
 
 def test_numbers_in_words() -> None:
