@@ -59,6 +59,8 @@ class DraftGoals:
 
     sequences_per_replica: float
     lateness: float
+    wake_delay: float = 0.0
+    """Seconds for which drafts must have been wanted before an empty pool begins."""
 
 
 def target_replicas(reports: Sequence[TargetReport], num_replicas: int, goals: TargetGoals) -> float:
@@ -92,6 +94,24 @@ def draft_replicas(
         # A sequence has one draft; a replica more than there are sequences would do nothing.
         wanted = max(wanted, min(num_replicas + 1, num_wanting))
     return wanted
+
+
+def awake_drafts(
+    wanted: float, wanted_since: float | None, now: float, goals: DraftGoals
+) -> tuple[float, float | None]:
+    """The same for an empty pool. To fill it costs a machine and minutes: not for a passing moment, such as that
+    of the first sequences of a burst. (Serve itself keeps to no delay there.)
+
+    Args:
+        wanted_since: what this returned last, if the pool was empty then, too.
+
+    Returns:
+        Drafts that are called for, and since when any were wanted; None = none are.
+    """
+    if wanted <= 0.0:
+        return 0.0, None
+    since = now if wanted_since is None else wanted_since
+    return (wanted if now - since >= goals.wake_delay else 0.0), since
 
 
 def lateness(targets: Sequence[TargetReport]) -> float:

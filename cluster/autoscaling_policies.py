@@ -20,6 +20,7 @@ from paceline.cluster.autoscaling import (
     DraftReport,
     TargetGoals,
     TargetReport,
+    awake_drafts,
     draft_replicas,
     target_replicas,
 )
@@ -36,6 +37,9 @@ from paceline.cluster.deployment_names import DRAFT, TARGET
 SERVE_OPTIONS = set(AutoscalingConfig.model_fields)
 
 Decision = tuple[float, dict[str, Any]]
+"""Replicas, and what the policy is to be told the next time."""
+
+WANTED_SINCE = "wanted_since"
 
 
 class TargetPolicy:
@@ -58,7 +62,7 @@ class DraftPolicy:
 
     def __call__(self, context: AutoscalingContext) -> Decision:
         seen = autoscaling_board.BOARD.read(str(context.app_name), context.current_time or 0.0)
-        return decide_drafts(context, seen, self._goals), {}
+        return decide_drafts(context, seen, self._goals)
 
 
 class ApplicationPolicy:
@@ -72,16 +76,17 @@ class ApplicationPolicy:
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, float], dict[Any, Any]]:
         by_name = {deployment.name: (deployment, context) for deployment, context in contexts.items()}
         decisions: dict[Any, float] = {}
+        states: dict[Any, Any] = {}
         if TARGET not in by_name:
-            return decisions, {}
+            return decisions, states
         deployment, context = by_name[TARGET]
         seen = targets_seen(context)
         if self._target is not None:
             decisions[deployment] = decide_targets(context, seen, self._target)
         if self._draft is not None and DRAFT in by_name:
             deployment, context = by_name[DRAFT]
-            decisions[deployment] = decide_drafts(context, seen, self._draft)
-        return decisions, {}
+            decisions[deployment], states[deployment] = decide_drafts(context, seen, self._draft)
+        return decisions, states
 
 
 def targets_seen(context: AutoscalingContext) -> TargetsSeen:
@@ -95,12 +100,16 @@ def decide_targets(context: AutoscalingContext, seen: TargetsSeen, goals: Target
     return _kept_while_starting(target_replicas(seen.reports, seen.num_replicas, goals), context)
 
 
-def decide_drafts(context: AutoscalingContext, seen: TargetsSeen | None, goals: DraftGoals) -> float:
+def decide_drafts(context: AutoscalingContext, seen: TargetsSeen | None, goals: DraftGoals) -> Decision:
     if seen is None or (seen.num_replicas and not seen.reports):
-        return float(context.target_num_replicas)
+        return float(context.target_num_replicas), context.policy_state or {}
     drafts = from_stats(DraftReport, context.aggregated_metrics or {})
     wanted = draft_replicas(seen.reports, drafts, context.current_num_replicas, goals)
-    return _kept_while_starting(wanted, context)
+    if context.current_num_replicas or context.target_num_replicas:
+        return _kept_while_starting(wanted, context), {}
+    since = (context.policy_state or {}).get(WANTED_SINCE)
+    wanted, since = awake_drafts(wanted, since, context.current_time or 0.0, goals)
+    return wanted, {} if since is None else {WANTED_SINCE: since}
 
 
 def _kept_while_starting(wanted: float, context: AutoscalingContext) -> float:
@@ -187,6 +196,7 @@ def draft_goals(draft: DraftConfig) -> dict[str, float]:
     return {
         "sequences_per_replica": autoscaling.target_ongoing_requests or float(draft.max_num_seqs),
         "lateness": autoscaling.max_lateness,
+        "wake_delay": autoscaling.upscale_delay_s,
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from paceline.actors import weights
 from paceline.cluster.config import PacelineConfig
 from paceline.cluster.deploy_config import DeployConfig
-from paceline.cluster.request_limits import message_environment
+from paceline.cluster.request_limits import message_environment, stream_environment
 
 HOME = "~/paceline"
 """Folder on each machine of `ray up`: the package, its environment, the configuration."""
@@ -32,6 +32,7 @@ def ray_environment(service: PacelineConfig, deploy: DeployConfig, *, with_token
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token" if with_token else "disabled",
         **message_environment(service.security),
+        **stream_environment(),
         **deploy.environment,
     }
 

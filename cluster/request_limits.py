@@ -13,6 +13,7 @@ from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.cluster.errors import OverloadedError
 from paceline.cluster.security_config import RateLimit, SecurityConfig
 
+STREAMS_PER_CONNECTION = 4096
 MIN_MESSAGE_BYTES = 64 * 1024 * 1024
 """Room for the largest answers in one message."""
 
@@ -99,3 +100,9 @@ def message_environment(security: SecurityConfig) -> dict[str, str]:
     """Environment in which Serve's endpoints refuse what is far too large before they hold all of it; their
     own limit is 2 GiB. It counts for answers too."""
     return {"RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(max(2 * security.max_request_bytes, MIN_MESSAGE_BYTES))}
+
+
+def stream_environment() -> dict[str, str]:
+    """Environment in which HAProxy takes as many requests at a time over one connection as a gateway does. By
+    default it takes 100, and a client library keeps the others back, untold."""
+    return {"RAY_SERVE_HAPROXY_H2_FE_MAX_CONCURRENT_STREAMS": str(STREAMS_PER_CONNECTION)}

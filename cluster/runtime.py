@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.actors.engine.errors import PacelineError
+from paceline.cluster.request_limits import stream_environment
 
 SERVICER_FUNCTION = "paceline.protos.generation_pb2_grpc.add_GenerationServiceServicer_to_server"
 RAY_NAMESPACE = "paceline"
@@ -174,6 +175,7 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        **stream_environment(),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(grpc_port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc_port + INGRESS_PORTS - 1),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_port),

@@ -134,7 +134,7 @@ class Speculator:
         second with 4 and 8 sequences on emulated models.) A tail of fixed length is waited for whatever the
         rate, where all have drafts.
         """
-        if not self._config.wait_for_drafts or not self.step_cost.known:
+        if not self._config.wait_for_drafts or not self.step_cost.known or not self.drafting(running):
             return 0.0
         awaited: list[Awaited] = []
         patience = MAX_WAIT_SECONDS - elapsed
@@ -211,19 +211,20 @@ class Speculator:
                 continue
             best = self._best_tails_of(sequence, draft, num_sequences)
             sequence.tail_target = best.fresh
-            window = draft_window(
-                best.ready,
-                draft.seconds_per_token,
-                draft.rtt_seconds,
-                self.step_cost((best.ready + 1) * num_sequences),
-                run_ahead,
-                self._config.max_window,
-                useful_depth(sequence.drafting.acceptance.optimistic, num_sequences),
-            )
-            branch_tokens = best.ready if prepares and sequence.shares_noise else 0
-            self._book.report(sequence, min(window, sequence.tail_room), now, branch_tokens)
+            window = branch_tokens = 0
             if best.ready:
                 awake.add(draft.peer)
+                window = draft_window(
+                    best.ready,
+                    draft.seconds_per_token,
+                    draft.rtt_seconds,
+                    self.step_cost((best.ready + 1) * num_sequences),
+                    run_ahead,
+                    self._config.max_window,
+                    useful_depth(sequence.drafting.acceptance.optimistic, num_sequences),
+                )
+                branch_tokens = best.ready if prepares and sequence.shares_noise else 0
+            self._book.report(sequence, min(window, sequence.tail_room), now, branch_tokens)
         for peer, draft in self._book.drafts.items():
             if draft.sequences and peer not in awake:
                 draft.doubt()

@@ -16,6 +16,7 @@ from paceline.cluster.autoscaling import (
     DraftReport,
     TargetGoals,
     TargetReport,
+    awake_drafts,
     draft_replicas,
     target_replicas,
 )
@@ -199,7 +200,12 @@ class Controller:
 
     @staticmethod
     def context(
-        name: str, running: int, wanted: int, reports: dict[str, Any], now: float = 100.0
+        name: str,
+        running: int,
+        wanted: int,
+        reports: dict[str, Any],
+        now: float = 100.0,
+        state: dict[str, Any] | None = None,
     ) -> AutoscalingContext:
         metrics: dict[str, dict[Any, float]] = {}
         for replica, report in reports.items():
@@ -218,7 +224,7 @@ class Controller:
             raw_metrics={},
             capacity_adjusted_min_replicas=0,
             capacity_adjusted_max_replicas=100,
-            policy_state={},
+            policy_state=state or {},
             last_scale_up_time=None,
             last_scale_down_time=None,
             current_time=now,
@@ -237,7 +243,23 @@ def test_drafts_grow_from_nothing_by_what_targets_report() -> None:
     report = TargetReport(num_running=20, num_wanting_draft=20)
     assert controller.target(controller.context("target", 1, 1, {"t": report}))[0] == pytest.approx(1.25)
     assert controller.draft is not None
-    assert controller.draft(controller.context("draft", 0, 0, {}))[0] == pytest.approx(2.5)
+    # A machine is not started for a passing moment.
+    wanted, state = controller.draft(controller.context("draft", 0, 0, {}))
+    assert wanted == 0
+    later = controller.context("draft", 0, 0, {}, now=104.9, state=state)
+    assert controller.draft(later) == (0, state)
+    later = controller.context("draft", 0, 0, {}, now=105.0, state=state)
+    assert controller.draft(later)[0] == pytest.approx(2.5)
+    # What is asked for is kept without another delay.
+    assert controller.draft(controller.context("draft", 0, 3, {}, now=105.1))[0] == 3
+
+
+def test_drafts_wanted_for_a_moment_only_start_none() -> None:
+    goals = DraftGoals(sequences_per_replica=32, lateness=0.25, wake_delay=5.0)
+    assert awake_drafts(0.5, None, 100.0, goals) == (0.0, 100.0)
+    assert awake_drafts(0.0, 100.0, 103.0, goals) == (0.0, None)
+    assert awake_drafts(0.5, None, 104.0, goals) == (0.0, 104.0)
+    assert awake_drafts(0.7, 104.0, 109.0, goals) == (0.7, 104.0)
 
 
 def test_a_pool_of_which_nothing_is_known_stays_as_it_is() -> None:
@@ -301,11 +323,17 @@ def test_the_policy_of_the_application_decides_alike() -> None:
     policy = AutoscalingPolicy(**schema.autoscaling_policy)
     decide = policy.get_policy()(**policy.policy_kwargs)
     report = TargetReport(num_running=20, num_wanting_draft=20)
-    contexts = {
-        _Deployment("target"): controller.context("target", 1, 1, {"t": report}),
-        _Deployment("draft"): controller.context("draft", 0, 0, {}),
-    }
-    decisions, _ = decide(contexts)
+    target, draft = _Deployment("target"), _Deployment("draft")
+
+    def contexts(now: float, states: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            target: controller.context("target", 1, 1, {"t": report}, now),
+            draft: controller.context("draft", 0, 0, {}, now, states.get(draft)),
+        }
+
+    decisions, states = decide(contexts(100.0, {}))
+    assert decisions[draft] == 0
+    decisions, _ = decide(contexts(105.0, states))
     assert {deployment.name: wanted for deployment, wanted in decisions.items()} == pytest.approx(
         {"target": 1.25, "draft": 2.5}
     )

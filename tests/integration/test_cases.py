@@ -21,6 +21,7 @@ from tests.integration.conftest import Service, wait_until
 from tests.requests import request
 
 MODEL = "emulated://puncture?vocab_size=512&base_ms=20&support=6&max_model_len=1024"
+NUM_ON_ONE_CONNECTION = 150
 STATUS_SECONDS = 10.0
 """A caller without a deadline hears within this time that its answer will not come."""
 
@@ -122,6 +123,29 @@ def test_three_hundred_streams_cancelled_at_random_leave_nothing(service: Servic
 def test_three_hundred_streams_cancelled_at_random_five_times(service: Service) -> None:
     for seed in range(5):
         check_three_hundred_cancelled_streams(service, seed)
+
+
+def test_one_connection_carries_hundreds_of_streams(service: Service) -> None:
+    """HAProxy's own limit is 100, and a client library holds back what is above it without a word."""
+
+    def num_here() -> int:
+        (target,) = service.replicas("target")
+        return int(target["engine"]["num_running"] + target["engine"]["num_waiting"])
+
+    calls = [
+        service.stub.GenerateStream(request(prompt="crowd", max_tokens=1000, seed=seed))
+        for seed in range(NUM_ON_ONE_CONNECTION)
+    ]
+    try:
+        wait_until(
+            lambda: num_here() == NUM_ON_ONE_CONNECTION,
+            timeout_seconds=30,
+            what="all streams are at the target",
+        )
+    finally:
+        for call in calls:
+            call.cancel()
+    wait_for_idle(service, 60)
 
 
 def test_pings_on_an_idle_channel_are_allowed(service: Service) -> None:
