@@ -99,8 +99,8 @@ def draft_replicas(
 def awake_drafts(
     wanted: float, wanted_since: float | None, now: float, goals: DraftGoals
 ) -> tuple[float, float | None]:
-    """The same for an empty pool. To fill it costs a machine and minutes: not for a passing moment, such as that
-    of the first sequences of a burst. (Serve itself keeps to no delay there.)
+    """The same for an empty pool. To fill it costs a machine and minutes: not for a passing moment, such as
+    the beginning of a burst. (Serve itself keeps to no delay there.)
 
     Args:
         wanted_since: what this returned last, if the pool was empty then, too.

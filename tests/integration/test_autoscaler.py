@@ -52,7 +52,9 @@ def slower(model: str) -> str:
 
 def content() -> dict[str, Any]:
     drafts = pool("draft", model=slower(DRAFT))
-    drafts["autoscaling_config"] = drafts["autoscaling_config"] | {"max_replicas": 2}
+    # While the first few of many clients run, they want drafts.
+    bounds = {"max_replicas": 2, "upscale_delay_s": SLOWNESS}
+    drafts["autoscaling_config"] = drafts["autoscaling_config"] | bounds
     return {
         **CONFIGURATION,
         "model": slower(MODEL),
@@ -147,8 +149,7 @@ def test_each_load_adds_machines_and_replicas_of_the_pool_that_it_needs_only() -
         machines.clients(0)
         machines.until(at_least, "no draft and no machine for any")
 
-        # Else the first few on each new target would want drafts, and an empty pool heeds no delay.
-        machines.clients(24, num_speculative_tokens=0)
+        machines.clients(24)
         grown = machines.until(with_all("target", 3), "three targets, each on a machine") + machines.during(
             HELD_SECONDS
         )
