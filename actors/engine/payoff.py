@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 
 from paceline.actors.engine.estimates import StepCostModel
 
-MEASURED_STEPS = 16
-"""Steps with drafts before they are judged."""
-FEWEST_STEPS, CLEARLY = 4, 3.0
+MEASURED_STEPS = 24
+"""Steps with drafts before they are judged, those included in which drafts only catch up: they cost, too."""
+FEWEST_STEPS, CLEARLY = 12, 3.0
 """Fewer do where the loss is so many standard errors large."""
 REMEMBERED_STEPS = 64
 """Steps after which what was measured counts half."""
-STARTING_STEPS = 8
-"""Most steps of a trial that are not counted: drafts catch up first."""
 PLAIN_STEPS = 8
 """Steps without drafts that show what such steps take."""
 LEAST_GAIN = 1.02
@@ -76,8 +74,6 @@ class _Load:
     sums: _Sums = field(default_factory=_Sums)
     """With drafts."""
     gain: float | None = None
-    num_uncounted: int = STARTING_STEPS
-    """Steps that may still pass uncounted."""
     next_rest: int = SHORTEST_REST
     rest_left: int = 0
     num_rested: int = 0
@@ -114,7 +110,14 @@ class Payoff:
         self._load.num_arrivals += 1
 
     def record(
-        self, *, num_sequences: int, num_tokens: int, num_prefill_tokens: int, seconds: float, drafting: bool
+        self,
+        *,
+        num_sequences: int,
+        num_tokens: int,
+        num_prefill_tokens: int,
+        seconds: float,
+        drafting: bool,
+        draftable: bool = True,
     ) -> None:
         """One step.
 
@@ -124,22 +127,20 @@ class Payoff:
             num_prefill_tokens: computed besides, of prompts.
             seconds: from the end of the step before to its own end.
             drafting: any draft was asked for tokens.
+            draftable: any could have been. A rest is not over by steps of requests that want no drafts.
         """
         self._num_steps += 1
         if not num_sequences or not self._step_cost.known:
             return
-        load = self._load = self._loads.setdefault(num_sequences.bit_length(), _Load())
+        load = self._load = self._load_of(num_sequences)
         step_seconds = self._step_cost(num_sequences + num_prefill_tokens)
         foretold = num_sequences * seconds / max(step_seconds, 1e-9)
         if not drafting:
             load.plain.add(num_sequences, num_tokens, foretold)
             load.plain_at = self._num_steps
-            _pass_rest(load, num_sequences)
+            if draftable:
+                _pass_rest(load, num_sequences)
             return
-        if load.num_uncounted and num_tokens == num_sequences:
-            load.num_uncounted -= 1
-            return
-        load.num_uncounted = 0
         sums = load.sums
         sums.add(num_sequences, num_tokens, foretold)
         if load.rest_left:
@@ -149,6 +150,17 @@ class Payoff:
             self._judge(load, error)
         elif sums.steps >= FEWEST_STEPS and _gain(load) < LEAST_GAIN - CLEARLY * error:
             self._judge(load, CLEARLY * error)
+
+    def _load_of(self, num_sequences: int) -> _Load:
+        size = num_sequences.bit_length()
+        load = self._loads.get(size)
+        if load is None:
+            load = self._loads[size] = _Load()
+            smaller = max((other for other in self._loads if other < size), default=None)
+            if smaller is not None and (self._loads[smaller].gain or LEAST_GAIN) < LEAST_GAIN:
+                # What does not pay for fewer will hardly pay for more.
+                _begin_rest(load, SHORTEST_REST)
+        return load
 
     def _judge(self, load: _Load, error: float) -> None:
         load.gain = _gain(load)
@@ -185,4 +197,3 @@ def _pass_rest(load: _Load, num_sequences: int) -> None:
         load.rest_left = 0
     if not load.rest_left:
         load.sums = _Sums()
-        load.num_uncounted = STARTING_STEPS

@@ -34,6 +34,8 @@ LATENESS = 2.5
 """A draft that needs so many times longer than usual is late, and no longer waited for."""
 PREPARED_LATENESS = 1.75
 """A prepared answer that needs so many times longer than usual was not prepared."""
+PATIENT_TOKENS = 16
+"""A sequence that has so many tokens is given its draft although others' prompts are being read."""
 MIN_DEADLINE_SECONDS = 0.001
 MAX_WAIT_SECONDS = 0.5
 """Nothing is worth a longer pause, however slow the draft says it is."""
@@ -75,7 +77,9 @@ class Speculator:
         """Window of a sequence that a draft is just being given."""
         if self._config.num_speculative_tokens is not None:
             return self._config.num_speculative_tokens
-        return 0 if self.payoff.resting else min(INITIAL_TAIL, self._config.tail_limit)
+        if self.payoff.resting or self.probe.hardware is not Hardware.SEPARATE:
+            return 0  # until ``update_windows`` finds that the moment has come
+        return min(INITIAL_TAIL, self._config.tail_limit)
 
     # ------------------------------------------------------------------ before the step
 
@@ -204,6 +208,10 @@ class Speculator:
         num_sequences = len(running)
         run_ahead = self.probe.run_ahead
         prepares = run_ahead and self.probe.hardware is Hardware.SEPARATE
+        # On common hardware a draft that reads a prompt delays the prompts that the target reads.
+        waits_for_prompts = self.probe.hardware is not Hardware.SEPARATE and any(
+            not sequence.is_decoding for sequence in running
+        )
         awake: set[str] = set()
         for sequence in running:
             draft = self._book.draft_of(sequence)
@@ -212,7 +220,9 @@ class Speculator:
             best = self._best_tails_of(sequence, draft, num_sequences)
             sequence.tail_target = best.fresh
             window = branch_tokens = 0
-            if best.ready:
+            if best.ready and waits_for_prompts and _may_wait(sequence, sequence.drafting):
+                awake.add(draft.peer)
+            elif best.ready:
                 awake.add(draft.peer)
                 window = draft_window(
                     best.ready,
@@ -352,6 +362,11 @@ class Speculator:
             )
         best = best_num_speculative_tokens(acceptance, pace, rtt, step_cost, limit, lock_step=True)
         return TailLengths(best, best)
+
+
+def _may_wait(sequence: TargetSequence, drafting: Drafting) -> bool:
+    """Whether its draft has yet to read its prompt, and may do so a little later."""
+    return not drafting.chain.started and sequence.num_completion_tokens < PATIENT_TOKENS
 
 
 def _expected_and_deadline(

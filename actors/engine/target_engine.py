@@ -198,6 +198,7 @@ class TargetEngine:
             num_prefill_tokens=plan.num_tokens - num_drafted - num_decoded,
             seconds=self._clock() - self._round_started,
             drafting=drafting,
+            draftable=any(item.sequence.drafting is not None for item in plan.scheduled),
         )
         self._end_step(plan, started, model_seconds, draft_running)
 

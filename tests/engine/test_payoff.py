@@ -85,7 +85,7 @@ def test_drafts_that_have_become_better_are_taken_up_again() -> None:
 
 
 def test_each_load_is_judged_for_itself() -> None:
-    steps = Steps(lambda: 0.8 if steps.num_sequences > 32 else 1.8)
+    steps = Steps(lambda: 0.8 if steps.num_sequences > 32 else 3.5)
     for _ in range(20):
         steps.num_sequences = 64
         steps.run(100)
@@ -96,6 +96,34 @@ def test_each_load_is_judged_for_itself() -> None:
     steps.num_sequences = 64
     steps.run(1)
     assert steps.run(200) < 0.5
+
+
+def test_a_rest_is_not_over_by_steps_of_requests_that_want_no_drafts() -> None:
+    steps = Steps(lambda: 0.8)
+    steps.run(3000)
+    while not steps.payoff.resting:
+        steps.run(1)
+    for _ in range(2 * LONGEST_REST):
+        steps.payoff.record(
+            num_sequences=8,
+            num_tokens=8,
+            num_prefill_tokens=0,
+            seconds=0.022,
+            drafting=False,
+            draftable=False,
+        )
+    assert steps.payoff.resting
+
+
+def test_what_does_not_pay_for_few_is_not_tried_with_more_at_once() -> None:
+    steps = Steps(lambda: 0.8)
+    steps.run(300)
+    assert steps.payoff.gain is not None
+    steps.num_sequences = 16
+    steps.run(1)
+    assert steps.payoff.resting
+    assert steps.run(SHORTEST_REST - 1) == 0.0
+    assert steps.run(1) == 1.0
 
 
 def test_others_are_given_a_try_before_a_long_rest_is_over() -> None:
@@ -120,27 +148,26 @@ def test_chance_alone_puts_good_drafts_to_rest_but_rarely(num_sequences: int) ->
 # ---------------------------------------------------------------- through the engines, in simulated time
 
 
-def seconds_of(*, drafted: bool, message_seconds: float) -> tuple[float, float]:
-    """Tokens per second of two sequences together, and the gain that the target states at its end."""
+def speed_of(*, drafted: bool, message_seconds: float) -> tuple[float, float]:
+    """Tokens per second of a sequence, and the gain that the target states at its end."""
     run = Simulation(
         TARGET,
         DRAFT,
         TargetEngineConfig(hardware=Hardware.SEPARATE, ngram=NgramConfig(enabled=False)),
         message_seconds=message_seconds,
     )
-    for name in ("a", "b"):
-        run.submit(submit(name, 3000, drafted=drafted))
+    run.submit(submit("a", 4000, drafted=drafted))
     run.run()
     run.target.check_invariants()
-    return rate(run, ["a", "b"]), run.target.snapshot().drafting_gain
+    return rate(run, ["a"]), run.target.snapshot().drafting_gain
 
 
 def test_costs_that_no_forecast_knows_end_drafting() -> None:
     """Each message of the draft holds the target up, as a busy machine or a lock does."""
-    plain, _ = seconds_of(drafted=False, message_seconds=0.0)
-    free, gain = seconds_of(drafted=True, message_seconds=0.0)
+    plain, _ = speed_of(drafted=False, message_seconds=0.0)
+    free, gain = speed_of(drafted=True, message_seconds=0.0)
     assert free > 1.8 * plain
     assert gain > 1.8
-    dear, gain = seconds_of(drafted=True, message_seconds=0.008)
+    dear, gain = speed_of(drafted=True, message_seconds=0.008)
     assert gain < 1.0
     assert dear > 0.93 * plain

@@ -149,12 +149,12 @@ def test_a_large_batch_after_small_ones_is_waited_for() -> None:
     names = [f"later {index}" for index in range(15)]
     for name in names:
         run.submit(submit(name, 40), time=0.3)
-    run.run(until=0.5)  # it has computed their prompts by now
+    run.run(until=0.65)  # it has computed their prompts by now
     before = run.target.snapshot()
-    run.run(until=0.95)
+    run.run(until=1.0)
     after = run.target.snapshot()
     turns = after.num_draft_turns_total - before.num_draft_turns_total
-    assert turns > 50
+    assert turns > 40
     assert after.num_late_drafts_total - before.num_late_drafts_total < 0.3 * turns
     run.run()
 
