@@ -15,8 +15,11 @@ from paceline.actors.engine.estimates import StepCostModel
 
 MEASURED_STEPS = 24
 """Steps with drafts before they are judged, those included in which drafts only catch up: they cost, too."""
-FEWEST_STEPS, CLEARLY = 12, 3.0
-"""Fewer do where the loss is so many standard errors large."""
+MEASURED_ROUNDS = 128
+"""The same of sequences, added over the steps: many at a time show sooner what drafts bring."""
+FEWEST_STEPS = 8
+CLEARLY = 3.0
+"""As few do where the loss is so many standard errors large."""
 REMEMBERED_STEPS = 64
 """Steps after which what was measured counts half."""
 PLAIN_STEPS = 8
@@ -112,6 +115,7 @@ class Payoff:
     def record(
         self,
         *,
+        num_running: int,
         num_sequences: int,
         num_tokens: int,
         num_prefill_tokens: int,
@@ -122,6 +126,7 @@ class Payoff:
         """One step.
 
         Args:
+            num_running: sequences, those whose prompts are being computed included: the load.
             num_sequences: that committed tokens.
             num_tokens: that they committed.
             num_prefill_tokens: computed besides, of prompts.
@@ -132,27 +137,29 @@ class Payoff:
         self._num_steps += 1
         if not num_sequences or not self._step_cost.known:
             return
-        load = self._load = self._load_of(num_sequences)
+        load = self._load = self._load_of(num_running)
         step_seconds = self._step_cost(num_sequences + num_prefill_tokens)
         foretold = num_sequences * seconds / max(step_seconds, 1e-9)
         if not drafting:
             load.plain.add(num_sequences, num_tokens, foretold)
             load.plain_at = self._num_steps
             if draftable:
-                _pass_rest(load, num_sequences)
+                _pass_rest(load, num_running)
             return
         sums = load.sums
         sums.add(num_sequences, num_tokens, foretold)
         if load.rest_left:
             return  # the rest begins with what was asked for before
         error = DEVIATION / math.sqrt(sums.rounds)
-        if sums.steps >= MEASURED_STEPS:
+        if sums.steps < FEWEST_STEPS:
+            return
+        if sums.steps >= MEASURED_STEPS or sums.rounds >= MEASURED_ROUNDS:
             self._judge(load, error)
-        elif sums.steps >= FEWEST_STEPS and _gain(load) < LEAST_GAIN - CLEARLY * error:
+        elif _gain(load) < LEAST_GAIN - CLEARLY * error:
             self._judge(load, CLEARLY * error)
 
-    def _load_of(self, num_sequences: int) -> _Load:
-        size = num_sequences.bit_length()
+    def _load_of(self, num_running: int) -> _Load:
+        size = num_running.bit_length()
         load = self._loads.get(size)
         if load is None:
             load = self._loads[size] = _Load()
@@ -183,16 +190,12 @@ def _begin_rest(load: _Load, num_steps: int) -> None:
     load.num_rested = load.num_arrivals = 0
 
 
-def _pass_rest(load: _Load, num_sequences: int) -> None:
+def _pass_rest(load: _Load, num_running: int) -> None:
     if not load.rest_left:
         return
     load.rest_left -= 1
     load.num_rested += 1
-    if (
-        num_sequences <= FEW_SEQUENCES
-        and load.num_rested >= SHORTEST_REST
-        and load.num_arrivals >= num_sequences
-    ):
+    if num_running <= FEW_SEQUENCES and load.num_rested >= SHORTEST_REST and load.num_arrivals >= num_running:
         # None of those that the drafts were judged by is left. (Large crowds are all alike.)
         load.rest_left = 0
     if not load.rest_left:

@@ -172,7 +172,7 @@ class TargetEngine:
             return
         draft_running = self._speculator.draft_running(self._scheduler.running)
         drafting = self._speculator.drafting(self._scheduler.running)
-        num_committed = self._num_committed
+        num_running, num_committed = len(self._scheduler.running), self._num_committed
         batch = [item.to_slice() for item in plan.scheduled]
         computing = self._clock()
         try:
@@ -193,6 +193,7 @@ class TargetEngine:
         num_decoded = sum(isinstance(item, Verification) and bool(item.token_ids) for item in verifications)
         num_drafted = sum(len(item.tail) for item in plan.scheduled)
         self._speculator.payoff.record(
+            num_running=num_running,
             num_sequences=num_decoded,
             num_tokens=self._num_committed - num_committed,
             num_prefill_tokens=plan.num_tokens - num_drafted - num_decoded,

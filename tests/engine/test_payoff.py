@@ -44,6 +44,7 @@ class Steps:
             luck = max(self.rng.gauss(1.0, self.deviation), 0.3)
             tokens = round(3 * luck * self.num_sequences) if drafting else self.num_sequences
             self.payoff.record(
+                num_running=self.num_sequences,
                 num_sequences=self.num_sequences,
                 num_tokens=tokens,
                 num_prefill_tokens=0,
@@ -105,6 +106,7 @@ def test_a_rest_is_not_over_by_steps_of_requests_that_want_no_drafts() -> None:
         steps.run(1)
     for _ in range(2 * LONGEST_REST):
         steps.payoff.record(
+            num_running=8,
             num_sequences=8,
             num_tokens=8,
             num_prefill_tokens=0,

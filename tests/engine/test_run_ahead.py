@@ -145,13 +145,13 @@ def test_a_large_batch_after_small_ones_is_waited_for() -> None:
     """A draft whose step takes 0.5 ms a sequence: with one it is fast, with many it is not late."""
     draft = DRAFT + "&free_tokens=1&per_token_ms=0.5"
     run = simulation(Hardware.SHARED, draft=draft)
-    run.submit(submit("first", 80))
+    run.submit(submit("first", 150))
     names = [f"later {index}" for index in range(15)]
     for name in names:
-        run.submit(submit(name, 40), time=0.3)
-    run.run(until=0.65)  # it has computed their prompts by now
+        run.submit(submit(name, 80), time=0.3)
+    run.run(until=1.3)  # it has computed their prompts by now, and the target knows what it is worth
     before = run.target.snapshot()
-    run.run(until=1.0)
+    run.run(until=1.7)
     after = run.target.snapshot()
     turns = after.num_draft_turns_total - before.num_draft_turns_total
     assert turns > 40
