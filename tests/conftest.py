@@ -18,6 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Busy-waiting OpenMP threads starve every other process of a small machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("KMP_BLOCKTIME", "0")
+# Starting Ray forks this process; gRPC's handlers of forks may crash the child before it is Ray.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # Kernels compiled for tiny models of every shape are not worth hundreds of MiB.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
