@@ -98,7 +98,12 @@ def started(target: str, draft: str) -> tuple[Any, int | None]:
         process.join()
 
 
-def check_starts(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, num_starts: int) -> None:
+@pytest.mark.parametrize(
+    "num_starts", [1, pytest.param(20, marks=[pytest.mark.heavy, pytest.mark.timeout(1800)])]
+)
+def test_workers_that_are_forked_beside_open_channels(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, num_starts: int
+) -> None:
     for name, value in thread_environment(1).items():
         monkeypatch.setenv(name, value)
     expected = tiny.reference.greedy([7, 3, 9], NUM_TOKENS)
@@ -109,15 +114,3 @@ def check_starts(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, num_starts: 
         assert found["chosen"] in ("yes", "no")
         assert found["token_ids"] == found["token_ids_again"] == expected
         assert found["num_accepted"] > 0
-
-
-def test_workers_that_are_forked_beside_open_channels(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_starts(tiny, monkeypatch, 1)
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(1800)
-def test_twenty_starts(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_starts(tiny, monkeypatch, 20)
