@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.actors.channels import ChannelSettings
+from paceline.actors.engine.balance import Occupancy, even_out
 from paceline.actors.engine.errors import InvalidArgumentError, PacelineError
 from paceline.actors.engine.messages import Committed, Finished
 from paceline.actors.engine.parameters import FinishReason
 from paceline.actors.execution_client import ExecutionClient
 from paceline.actors.identity import TargetIdentity
 from paceline.cluster.errors import OverloadedError, TargetFailedError, UnavailableError
-from paceline.cluster.placement import TargetLoad, choose_target, share_out
+from paceline.cluster.placement import TargetLoad, choose_target
 from paceline.cluster.requests import CheckedRequest
 from paceline.cluster.sequence import Arrival, Sequence, SequenceResult
 from paceline.cluster.sequence_stream import SequenceStream
@@ -241,16 +242,18 @@ class Gateway:
 
     def on_joined(self, target: AttachedTarget) -> None:
         """What queues elsewhere may begin here at once."""
-        others = {other.target_id: other for other in self._pool.present.values() if other is not target}
-        moves = share_out(
-            {target.target_id: len(target.sequences)}
-            | {name: len(other.sequences) for name, other in others.items()},
-            {name: len(other.queued) for name, other in others.items()},
+        if target.lost:
+            return  # on the first that it was given
+        present = dict(self._pool.present)
+        alike = 1 + len(self._places)  # more than any can hold: nobody says how many it could
+        moves = even_out(
             target.target_id,
+            {name: Occupancy(len(other.sequences), alike) for name, other in present.items()},
+            {name: len(other.queued) for name, other in present.items()},
         )
         for name, count in moves.items():
-            for sequence in others[name].queued[-count:]:
-                others[name].cancel(sequence)
+            for sequence in present[name].queued[-count:]:
+                present[name].cancel(sequence)
                 self._release(sequence)
                 self._place(sequence, target.target_id)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from paceline.actors.engine.messages import Load
@@ -76,28 +76,3 @@ def choose_target(
     least = min(target.work for target in candidates)
     equals = sorted(target.target_id for target in candidates if target.work == least)
     return equals[turn % len(equals)]
-
-
-def share_out(in_flight: Mapping[str, int], queued: Mapping[str, int], newcomer: str) -> dict[str, int]:
-    """How many sequences that queue at other targets should go to one that has just come.
-
-    One at a time from the fullest that has any queued, while that leaves it no emptier than it makes the
-    newcomer.
-
-    Args:
-        in_flight: sequences of each target, the newcomer's too.
-        queued: of each other target, those of them that have not begun.
-    """
-    held, left = dict(in_flight), {target: count for target, count in queued.items() if count > 0}
-    moves: dict[str, int] = {}
-    while left:
-        fullest = max(left, key=lambda target: held[target])
-        if held[newcomer] + 1 > held[fullest] - 1:
-            break
-        held[fullest] -= 1
-        held[newcomer] += 1
-        moves[fullest] = moves.get(fullest, 0) + 1
-        left[fullest] -= 1
-        if not left[fullest]:
-            del left[fullest]
-    return moves

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
+from paceline.actors.engine.balance import Occupancy
 from paceline.actors.engine.estimates import AcceptanceEstimate, DraftStepCost, RecentMedian
 from paceline.actors.engine.messages import DraftHello
 from paceline.actors.engine.sequence import TargetSequence
@@ -14,18 +15,6 @@ from paceline.actors.engine.target_output import DraftStatus
 
 TRUST_KEPT = 0.98
 """Per step."""
-
-
-@dataclass(slots=True)
-class DraftLoad:
-    """What matters for who is given sequences."""
-
-    num_sequences: int
-    capacity: int
-
-    @property
-    def share(self) -> float:
-        return self.num_sequences / self.capacity if self.capacity else float("inf")
 
 
 class Answer(NamedTuple):
@@ -68,8 +57,8 @@ class Draft:
     acceptance: AcceptanceEstimate = field(default_factory=lambda: AcceptanceEstimate(decay=0.99))
 
     @property
-    def load(self) -> DraftLoad:
-        return DraftLoad(len(self.sequences), self.hello.capacity)
+    def load(self) -> Occupancy:
+        return Occupancy(len(self.sequences), self.hello.capacity)
 
     @property
     def num_awake(self) -> int:

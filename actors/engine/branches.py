@@ -98,11 +98,11 @@ class _Offer(NamedTuple):
     num_tokens: int
     num_blocks: int
     """Free blocks that it would take."""
-    sequence: DraftSequence | None = None
+    sequence: DraftSequence
+    branch: Branch | None = None
     head: int = 0
     token_id: int = 0
     rank: int = 0
-    branch: Branch | None = None
 
 
 @dataclass(slots=True)
@@ -326,7 +326,7 @@ class Branches:
                 depth = branch.head - first + len(branch.token_ids) - 1
                 missing = self._blocks.blocks_needed(self._num_own_tokens(branch)) - len(branch.blocks)
                 value = branch.value * alpha**depth
-                offers.append(_Offer(value, branch.num_missing_tokens, missing, branch=branch))
+                offers.append(_Offer(value, branch.num_missing_tokens, missing, sequence, branch))
         room = min(self._max_branches - len(state.branches), most_new)
         if room <= 0 or not state.alternatives:
             return offers
@@ -338,7 +338,7 @@ class Branches:
                     continue
                 num_tokens = position % self._blocks.block_size + 1
                 value = guess_share(rank) * reach
-                offers.append(_Offer(value, num_tokens, 1, sequence, position, token_id, rank))
+                offers.append(_Offer(value, num_tokens, 1, sequence, None, position, token_id, rank))
                 room -= 1
                 if not room:
                     return offers
@@ -346,7 +346,6 @@ class Branches:
         return offers
 
     def _begin(self, offer: _Offer) -> Branch:
-        assert offer.sequence is not None
         start = offer.head // self._blocks.block_size * self._blocks.block_size
         return Branch(offer.sequence, offer.head, [offer.token_id], guess_share(offer.rank), start)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.actors.engine.attached_draft import Answer, Draft, DraftLoad
+from paceline.actors.engine.attached_draft import Answer, Draft
+from paceline.actors.engine.balance import Occupancy, even_out
 from paceline.actors.engine.chain import DraftChain, Received
 from paceline.actors.engine.draft_law import DraftLawError, check_law
 from paceline.actors.engine.estimates import AcceptanceEstimate
@@ -15,7 +16,7 @@ from paceline.actors.engine.sequence import Drafting, TargetSequence
 from paceline.actors.engine.target_output import DraftOutput
 
 
-def assign(wanting: Iterable[Sequence[str]], loads: Mapping[str, DraftLoad]) -> list[str | None]:
+def assign(wanting: Iterable[Sequence[str]], loads: Mapping[str, Occupancy]) -> list[str | None]:
     """Give sequences to drafts, one after the other, each to the least loaded that may have it.
 
     Args:
@@ -26,7 +27,7 @@ def assign(wanting: Iterable[Sequence[str]], loads: Mapping[str, DraftLoad]) -> 
         A draft per sequence, or None where no allowed draft has room. Load is relative to capacity; ties go
         to the draft with fewer sequences, then to the first in ``loads``.
     """
-    held = {peer: DraftLoad(load.num_sequences, load.capacity) for peer, load in loads.items()}
+    held = {peer: Occupancy(load.num_sequences, load.capacity) for peer, load in loads.items()}
     given: list[str | None] = []
     for allowed in wanting:
         open_peers = [peer for peer in allowed if held[peer].num_sequences < held[peer].capacity]
@@ -35,26 +36,6 @@ def assign(wanting: Iterable[Sequence[str]], loads: Mapping[str, DraftLoad]) -> 
             held[peer].num_sequences += 1
         given.append(peer)
     return given
-
-
-def even_out(newcomer: str, loads: Mapping[str, DraftLoad]) -> dict[str, int]:
-    """How many sequences each draft should hand to ``newcomer`` so that no two shares differ needlessly.
-
-    The fewest moves: one at a time from the fullest draft, while that leaves it no emptier (relative to
-    capacity) than it makes the newcomer. Each move costs the newcomer a prefill.
-    """
-    held = {peer: DraftLoad(load.num_sequences, load.capacity) for peer, load in loads.items()}
-    new = held.pop(newcomer)
-    moves: dict[str, int] = {}
-    while held and new.num_sequences < new.capacity:
-        peer = max(held, key=lambda p: held[p].share)
-        fullest = held[peer]
-        if (new.num_sequences + 1) / new.capacity > (fullest.num_sequences - 1) / fullest.capacity:
-            break
-        fullest.num_sequences -= 1
-        new.num_sequences += 1
-        moves[peer] = moves.get(peer, 0) + 1
-    return moves
 
 
 class DraftBook:

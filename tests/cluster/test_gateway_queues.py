@@ -6,7 +6,15 @@ import asyncio
 import contextlib
 
 from paceline.actors.engine.parameters import FinishReason
-from tests.cluster.scripted import ScriptedTargets, assert_clean, checked, collect, completion, placed
+from tests.cluster.scripted import (
+    ScriptedTargets,
+    assert_clean,
+    checked,
+    collect,
+    completion,
+    placed,
+    settle,
+)
 
 
 async def test_what_has_not_begun_on_a_draining_target_begins_elsewhere_at_once(
@@ -67,6 +75,31 @@ async def test_what_queues_goes_to_a_target_that_comes_later(targets: ScriptedTa
         for stream in streams:
             assert await collect(stream) == completion(request, 4)
     assert targets.gateway.snapshot().num_failovers == 0
+    assert_clean(targets)
+
+
+async def test_what_a_dead_newcomer_was_to_take_over_is_not_lost(
+    targets: ScriptedTargets,
+) -> None:
+    """What was taken from a queue for it goes back there, and is lost to nobody."""
+    await targets.attach("a")
+    request = checked(max_tokens=4)
+    with contextlib.ExitStack() as stack:
+        queued = [stack.enter_context(targets.gateway.open(request)) for _ in range(4)]
+        old = targets.links["a"]
+        old.report(1, waiting=3)
+        targets.held.add("b")
+        await targets.attach("a", "b")
+        targets.links["b"].dead = True
+        targets.links["b"].open_gate.set()
+        await settle()
+        assert targets.links["b"].submits == []
+        last = {submit.sequence_id: submit for submit in old.submits}
+        for submit in last.values():
+            old.commit(submit, 4)
+            old.finish(submit)
+        for stream in queued:
+            assert await collect(stream) == completion(request, 4)
     assert_clean(targets)
 
 

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.actors.engine.messages import Load
-from paceline.cluster.placement import TOKENS_PER_SEQUENCE, TargetLoad, choose_target, share_out
+from paceline.cluster.placement import TOKENS_PER_SEQUENCE, TargetLoad, choose_target
 
 
 def load(running: int = 0, waiting: int = 0, pending: int = 0, draining: bool = False) -> Load:
@@ -83,21 +82,3 @@ def test_a_burst_is_spread_evenly(prompts: list[int], num_targets: int) -> None:
         assert chosen is not None
         own[chosen] += 1
     assert max(own.values()) - min(own.values()) <= 1
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "queued", "moves"),
-    [
-        ({"a": 20, "new": 0}, {"a": 19}, {"a": 10}),
-        ({"a": 20, "new": 0}, {"a": 3}, {"a": 3}),
-        ({"a": 20, "b": 4, "new": 0}, {"a": 19, "b": 3}, {"a": 10}),
-        ({"a": 9, "b": 9, "new": 0}, {"a": 8, "b": 8}, {"a": 3, "b": 3}),
-        ({"a": 20, "b": 20, "new": 0}, {"a": 0, "b": 2}, {"b": 2}),
-        ({"a": 1, "new": 0}, {"a": 1}, {}),
-        ({"new": 0}, {}, {}),
-    ],
-)
-def test_queues_are_shared_with_a_newcomer(
-    in_flight: dict[str, int], queued: dict[str, int], moves: dict[str, int]
-) -> None:
-    assert share_out(in_flight, queued, "new") == moves

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from paceline.actors.engine.attached_draft import DraftLoad
+from paceline.actors.engine.balance import Occupancy, even_out
 from paceline.actors.engine.blocks import BlockManager
 from paceline.actors.engine.chain import DraftChain, Received
 from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
-from paceline.actors.engine.drafts import assign, even_out
+from paceline.actors.engine.drafts import assign
 from paceline.actors.engine.errors import InvalidArgumentError
 from paceline.actors.engine.parameters import FinishReason, StoppingParams
 from paceline.actors.engine.proposer import NgramProposer
@@ -242,7 +242,7 @@ def test_reopened_chain_gets_over_messages_of_the_former_stay() -> None:
 
 
 def test_assign_spreads_by_free_capacity() -> None:
-    loads = {"a": DraftLoad(0, 4), "b": DraftLoad(0, 8), "c": DraftLoad(1, 1)}
+    loads = {"a": Occupancy(0, 4), "b": Occupancy(0, 8), "c": Occupancy(1, 1)}
     given = assign([["a", "b", "c"]] * 13, loads)
     assert given.count("a") == 4
     assert given.count("b") == 8
@@ -252,19 +252,38 @@ def test_assign_spreads_by_free_capacity() -> None:
 
 
 def test_assign_respects_who_may() -> None:
-    loads = {"a": DraftLoad(0, 4), "b": DraftLoad(3, 4)}
+    loads = {"a": Occupancy(0, 4), "b": Occupancy(3, 4)}
     assert assign([["b"], [], ["b"], ["a", "b"]], loads) == ["b", None, None, "a"]
 
 
 def test_even_out_moves_no_more_than_needed() -> None:
-    assert even_out("c", {"a": DraftLoad(8, 16), "b": DraftLoad(8, 16), "c": DraftLoad(0, 16)}) == {
+    assert even_out("c", {"a": Occupancy(8, 16), "b": Occupancy(8, 16), "c": Occupancy(0, 16)}) == {
         "a": 3,
         "b": 2,
     }
-    assert even_out("b", {"a": DraftLoad(1, 16), "b": DraftLoad(0, 16)}) == {}
-    assert even_out("b", {"a": DraftLoad(2, 16), "b": DraftLoad(0, 16)}) == {"a": 1}
-    assert even_out("b", {"a": DraftLoad(12, 16), "b": DraftLoad(0, 2)}) == {"a": 1}
-    assert even_out("a", {"a": DraftLoad(0, 4)}) == {}
+    assert even_out("b", {"a": Occupancy(1, 16), "b": Occupancy(0, 16)}) == {}
+    assert even_out("b", {"a": Occupancy(2, 16), "b": Occupancy(0, 16)}) == {"a": 1}
+    assert even_out("b", {"a": Occupancy(12, 16), "b": Occupancy(0, 2)}) == {"a": 1}
+    assert even_out("a", {"a": Occupancy(0, 4)}) == {}
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "queued", "moves"),
+    [
+        ({"a": 20, "new": 0}, {"a": 19}, {"a": 10}),
+        ({"a": 20, "new": 0}, {"a": 3}, {"a": 3}),
+        ({"a": 20, "b": 4, "new": 0}, {"a": 19, "b": 3}, {"a": 10}),
+        ({"a": 9, "b": 9, "new": 0}, {"a": 8, "b": 8}, {"a": 3, "b": 3}),
+        ({"a": 20, "b": 20, "new": 0}, {"a": 0, "b": 2}, {"b": 2}),
+        ({"a": 1, "new": 0}, {"a": 1}, {}),
+        ({"new": 0}, {}, {}),
+    ],
+)
+def test_queues_are_shared_with_a_newcomer(
+    in_flight: dict[str, int], queued: dict[str, int], moves: dict[str, int]
+) -> None:
+    loads = {name: Occupancy(count, 100) for name, count in in_flight.items()}
+    assert even_out("new", loads, queued) == moves
 
 
 # ---------------------------------------------------------------- configuration
