@@ -26,7 +26,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
@@ -50,6 +50,7 @@ PROMPT_LENGTH = 32
 NETWORK_SECONDS = 0.0002
 """Of the yardstick's round trip."""
 MAX_SEQUENCES = 256
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,10 @@ def child(target: Any, *arguments: Any) -> Iterator[Connection]:
         process.join()
 
 
-def run_target(spec: TargetSpec, parent: Connection) -> None:
+def run_target(spec: TargetSpec, host: str, parent: Connection) -> None:
     async def run() -> None:
         actor = TargetActor(spec)
-        parent.send(await actor.start())
+        parent.send(await actor.start(host))
         await answer(parent, actor)
         await actor.stop(0.0)
 
@@ -206,7 +207,7 @@ def services(models: Models, num_branches: int) -> Iterator[dict[str, Service]]:
                     max_branches=min(branches, num_branches),
                 ),
             )
-            to_target = stack.enter_context(child(run_target, target))
+            to_target = stack.enter_context(child(run_target, target, LOOPBACK))
             address = to_target.recv()
             to_draft = stack.enter_context(child(run_draft, draft, {name: address}))
             to_draft.recv()
@@ -277,32 +278,50 @@ class Result:
     """Kept busy by all processes."""
 
 
-async def run_load(
-    service: Service, way: Way, num_sequences: int, num_tokens: int, seed: int, models: Models
-) -> Result:
-    listener = Listener(num_sequences)
-    client = ExecutionClient(address=service.address, gateway_id=f"benchmark-{seed}", events=listener)
+@contextlib.asynccontextmanager
+async def attached(service: Service, gateway_id: str, listener: Listener) -> AsyncIterator[ExecutionClient]:
+    """A gateway's stream to the target, for the length of the block. Raises: RuntimeError: what the listener
+    heard of as an error."""
+    client = ExecutionClient(address=service.address, gateway_id=gateway_id, events=listener)
     await client.attach()
-    before, before_time = service.status(), processor_time()
-    for index in range(num_sequences):
+    try:
+        yield client
+    finally:
+        await client.close()
+    if listener.error:
+        raise RuntimeError(listener.error)
+
+
+def submit_all(
+    client: ExecutionClient, names: Sequence[str], num_tokens: int, seed: int, *, drafted: bool
+) -> None:
+    """A sequence of so many tokens for each name. What they say depends on ``seed`` and their order alone."""
+    for index, name in enumerate(names):
         rng = random.Random(seed * MAX_SEQUENCES + index)
         client.submit(
             Submit(
-                sequence_id=f"{seed}-{way.name}-{index}",
+                sequence_id=name,
                 epoch=0,
                 token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=PROMPT_LENGTH)),
                 prompt_length=PROMPT_LENGTH,
                 sampling=SamplingParams(temperature=1.0, seed=rng.randrange(1 << 63)),
                 stopping=StoppingParams(max_tokens=num_tokens),
-                speculation=SpeculationParams(None if way.drafted else 0),
+                speculation=SpeculationParams(None if drafted else 0),
             )
         )
-    await listener.done.wait()
-    cores = sum(processor_time().shares_since(before_time).values())
-    after = service.status()
-    await client.close()
-    if listener.error:
-        raise RuntimeError(listener.error)
+
+
+async def run_load(
+    service: Service, way: Way, num_sequences: int, num_tokens: int, seed: int, models: Models
+) -> Result:
+    listener = Listener(num_sequences)
+    names = [f"{seed}-{way.name}-{index}" for index in range(num_sequences)]
+    async with attached(service, f"benchmark-{seed}", listener) as client:
+        before, before_time = service.status(), processor_time()
+        submit_all(client, names, num_tokens, seed, drafted=way.drafted)
+        await listener.done.wait()
+        cores = sum(processor_time().shares_since(before_time).values())
+        after = service.status()
 
     def counted(engine: int, name: str) -> int:
         return int(after[engine][name] - before[engine][name])

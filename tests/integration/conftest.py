@@ -22,6 +22,7 @@ from paceline.cluster.client import connect
 from paceline.cluster.config import PacelineConfig, load_config
 from paceline.cluster.runtime import (
     Runtime,
+    application_progress,
     free_port,
     free_port_range,
     haproxy_available,
@@ -117,6 +118,11 @@ class Service:
     def kill(self, replica: dict[str, Any]) -> None:
         """``kill -9`` of one replica's process."""
         os.kill(replica["pid"], signal.SIGKILL)
+
+
+def sizes() -> dict[str, int]:
+    """Replicas that take traffic, by pool."""
+    return {pool.name: pool.running for pool in application_progress(APPLICATION_NAME)[2]}
 
 
 def wait_until(condition: Callable[[], object], *, timeout_seconds: float, what: str) -> None:

@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import json
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -24,24 +23,21 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.emulated import (
-    MAX_SEQUENCES,
-    PROMPT_LENGTH,
     SERVICES,
-    VOCAB_SIZE,
     Listener,
     Models,
     Service,
-    answer,
+    attached,
     child,
     run_draft,
+    run_target,
+    submit_all,
 )
 from paceline.actors.draft import DraftSpec
 from paceline.actors.engine.config import DraftEngineConfig, NgramConfig, TargetEngineConfig
-from paceline.actors.engine.messages import Committed, Submit
-from paceline.actors.engine.parameters import SamplingParams, SpeculationParams, StoppingParams
-from paceline.actors.execution_client import ExecutionClient
+from paceline.actors.engine.messages import Committed
 from paceline.actors.model_spec import ModelSpec
-from paceline.actors.target import TargetActor, TargetSpec
+from paceline.actors.target import TargetSpec
 from tests.integration.network_namespaces import apart, enter, ip, new_namespace, unavailable
 
 TUNSETIFF = 0x400454CA
@@ -132,18 +128,6 @@ def joined(network: Network, seed: int) -> Iterator[int]:
 # ---------------------------------------------------------------- the processes
 
 
-def run_target(spec: TargetSpec, parent: Connection) -> None:
-    """As in ``benchmarks.emulated``, reachable from the other namespace."""
-
-    async def run() -> None:
-        actor = TargetActor(spec)
-        parent.send(await actor.start(TARGET_ADDRESS))
-        await answer(parent, actor)
-        await actor.stop(0.0)
-
-    asyncio.run(run())
-
-
 def run_draft_apart(namespace: str, spec: DraftSpec, targets: dict[str, str], parent: Connection) -> None:
     # Before there is any other thread that could open a socket.
     file = os.open(namespace, os.O_RDONLY)
@@ -165,7 +149,7 @@ def pair(name: str, namespace: int, models: Models) -> Iterator[Service]:
         ModelSpec(models.draft, num_threads=1, num_blocks=1 << 13),
         engine=DraftEngineConfig(max_branches=num_branches),
     )
-    with child(run_target, target) as to_target:
+    with child(run_target, target, TARGET_ADDRESS) as to_target:
         address = to_target.recv()
         apart = f"/proc/{os.getpid()}/fd/{namespace}"
         with child(run_draft_apart, apart, draft, {name: address}) as to_draft:
@@ -187,28 +171,12 @@ class Reader(Listener):
 
 async def ask(service: Service, drafted: bool, num_sequences: int, num_tokens: int, seed: int) -> Run:
     reader = Reader(num_sequences)
-    client = ExecutionClient(address=service.address, gateway_id=f"run-{seed}-{drafted}", events=reader)
-    await client.attach()
-    before, _ = service.status()
     names = [f"{seed}-{drafted}-{index}" for index in range(num_sequences)]
-    for index, name in enumerate(names):
-        rng = random.Random(seed * MAX_SEQUENCES + index)
-        client.submit(
-            Submit(
-                sequence_id=name,
-                epoch=0,
-                token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=PROMPT_LENGTH)),
-                prompt_length=PROMPT_LENGTH,
-                sampling=SamplingParams(temperature=1.0, seed=rng.randrange(1 << 63)),
-                stopping=StoppingParams(max_tokens=num_tokens),
-                speculation=SpeculationParams(None if drafted else 0),
-            )
-        )
-    await reader.done.wait()
-    after, _ = service.status()
-    await client.close()
-    if reader.error:
-        raise RuntimeError(reader.error)
+    async with attached(service, f"run-{seed}-{drafted}", reader) as client:
+        before, _ = service.status()
+        submit_all(client, names, num_tokens, seed, drafted=drafted)
+        await reader.done.wait()
+        after, _ = service.status()
 
     def counted(name: str) -> int:
         return int(after[name] - before[name])

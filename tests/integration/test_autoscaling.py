@@ -13,10 +13,10 @@ from paceline.cluster.autoscaling_policies import application_autoscaling
 from paceline.cluster.client import connect
 from paceline.cluster.config import load_config
 from paceline.cluster.deploy_serve import serve_config
-from paceline.cluster.runtime import Runtime, application_progress
+from paceline.cluster.runtime import Runtime
 from paceline.cluster.service_start import APPLICATION_NAME
 from tests.integration import streams
-from tests.integration.conftest import START_TIMEOUT_SECONDS, Service, wait_until
+from tests.integration.conftest import START_TIMEOUT_SECONDS, Service, sizes, wait_until
 from tests.requests import request
 
 MODEL, DRAFT_MODEL = (
@@ -31,11 +31,6 @@ QUICK = {
     "upscale_delay_s": 0.0,
     "downscale_delay_s": 1.0,
 }
-
-
-def sizes() -> dict[str, int]:
-    """Replicas that take traffic, by pool."""
-    return {pool.name: pool.running for pool in application_progress(APPLICATION_NAME)[2]}
 
 
 @pytest.mark.timeout(240)

@@ -17,7 +17,7 @@ import pytest
 
 from paceline.cluster.runtime import application_progress
 from paceline.cluster.service_start import APPLICATION_NAME
-from tests.integration.conftest import Service, wait_until
+from tests.integration.conftest import Service, sizes, wait_until
 from tests.integration.streams import asking
 
 MODEL = (
@@ -78,9 +78,6 @@ class Record:
     num_tokens: int = 0
     on_row: Callable[[dict[str, Any]], None] = lambda row: None
     """Gets each row, and may add to it."""
-
-    def sizes(self) -> dict[str, int]:
-        return {pool.name: pool.running for pool in application_progress(APPLICATION_NAME)[2]}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -149,26 +146,24 @@ def test_each_load_adds_to_the_pool_that_it_needs_and_to_no_other(
 ) -> None:
     with deploy(CONFIGURATION) as service, recorded() as record:
         with record.running():
-            assert record.sizes() == {"gateway": 1, "target": 1, "draft": 0}
+            assert sizes() == {"gateway": 1, "target": 1, "draft": 0}
             with clients(service, record, 2):
-                wait_until(
-                    lambda: record.sizes()["draft"] == 2, timeout_seconds=GROWN_SECONDS, what="two drafts"
-                )
+                wait_until(lambda: sizes()["draft"] == 2, timeout_seconds=GROWN_SECONDS, what="two drafts")
                 time.sleep(8.0)
                 assert {targets for targets, _ in record.seen(0)} == {1}
                 assert max(drafts for _, drafts in record.seen(0)) == 2
                 check_places(service, kinds_of_nodes)
-            wait_until(lambda: record.sizes()["draft"] == 0, timeout_seconds=GROWN_SECONDS, what="no draft")
+            wait_until(lambda: sizes()["draft"] == 0, timeout_seconds=GROWN_SECONDS, what="no draft")
             since = len(record.rows)
             with clients(service, record, 24):
                 wait_until(
-                    lambda: record.sizes()["target"] == 3, timeout_seconds=GROWN_SECONDS, what="three targets"
+                    lambda: sizes()["target"] == 3, timeout_seconds=GROWN_SECONDS, what="three targets"
                 )
                 time.sleep(8.0)
                 check_places(service, kinds_of_nodes)
                 assert {drafts for _, drafts in record.seen(since)} == {0}
             wait_until(
-                lambda: record.sizes() == {"gateway": 1, "target": 1, "draft": 0},
+                lambda: sizes() == {"gateway": 1, "target": 1, "draft": 0},
                 timeout_seconds=GROWN_SECONDS,
                 what="both pools are as small as before",
             )

@@ -16,7 +16,7 @@ import pytest
 from paceline.cluster.runtime import application_progress
 from paceline.cluster.service_start import APPLICATION_NAME
 from paceline.protos import generation_pb2 as proto
-from tests.integration.conftest import Service, wait_until
+from tests.integration.conftest import Service, sizes, wait_until
 from tests.integration.streams import asking
 from tests.integration.test_pools import FOLLOWING
 
@@ -31,16 +31,12 @@ def following(target_ongoing_requests: int) -> dict[str, Any]:
     return {**BOUNDS, **FOLLOWING, "target_ongoing_requests": target_ongoing_requests}
 
 
-def sizes() -> dict[str, Counter[str]]:
+def states() -> dict[str, Counter[str]]:
     """Replicas by state, by pool."""
     return {
         pool.name: +Counter({"RUNNING": pool.running, **pool.other})
         for pool in application_progress(APPLICATION_NAME)[2]
     }
-
-
-def running(pool: str) -> int:
-    return sizes()[pool]["RUNNING"]
 
 
 @pytest.mark.heavy
@@ -75,14 +71,16 @@ def test_pools_of_a_streaming_service_go_back_to_one_replica_after_the_load(
                 else:
                     ends[proto.FinishReason.Name(chunks[-1].finish_reason)] += 1
 
-        assert sizes() == one_each
+        assert states() == one_each
         with asking(12, ask):
             until = time.monotonic() + LOAD_SECONDS
             while time.monotonic() < until:
-                most |= Counter({pool: states["RUNNING"] for pool, states in sizes().items()})
+                most |= Counter(sizes())
                 time.sleep(0.5)
         stopped = time.monotonic()
-        wait_until(lambda: sizes() == one_each, timeout_seconds=DOWN_SECONDS, what="one replica of each pool")
+        wait_until(
+            lambda: states() == one_each, timeout_seconds=DOWN_SECONDS, what="one replica of each pool"
+        )
         print({"most": most, "streams": ends, "seconds until one": time.monotonic() - stopped})
     assert most == Counter(gateway=3, target=3)
     assert ends.keys() == {"FINISH_REASON_LENGTH", "RESOURCE_EXHAUSTED"}
@@ -104,7 +102,7 @@ def test_a_burst_on_replicas_that_take_one_request_at_a_time_adds_replicas(
     }
     content[pool] = content.get(pool, {}) | options | {"autoscaling_config": following(1)}
     with deploy(content) as service, ThreadPoolExecutor(20) as threads:
-        assert running(pool) == 1
+        assert sizes()[pool] == 1
 
         def ask(seed: int) -> int:
             """A replica needs half a minute for all twenty."""
@@ -113,7 +111,7 @@ def test_a_burst_on_replicas_that_take_one_request_at_a_time_adds_replicas(
 
         began = time.monotonic()
         answers = [threads.submit(ask, seed) for seed in range(20)]
-        wait_until(lambda: running(pool) == 3, timeout_seconds=UP_SECONDS, what=f"three replicas of {pool}")
+        wait_until(lambda: sizes()[pool] == 3, timeout_seconds=UP_SECONDS, what=f"three replicas of {pool}")
         seconds = time.monotonic() - began
         num_waiting = sum(not answer.done() for answer in answers)
         print({"pool": pool, "seconds until three": seconds, "unanswered then": num_waiting})
