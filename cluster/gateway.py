@@ -242,8 +242,8 @@ class Gateway:
 
     def on_joined(self, target: AttachedTarget) -> None:
         """What queues elsewhere may begin here at once."""
-        if target.lost:
-            return  # on the first that it was given
+        if not target.load.accepting or target.load.queueing:
+            return
         present = dict(self._pool.present)
         alike = 1 + len(self._places)  # more than any can hold: nobody says how many it could
         moves = even_out(
@@ -252,10 +252,15 @@ class Gateway:
             {name: len(other.queued) for name, other in present.items()},
         )
         for name, count in moves.items():
-            for sequence in present[name].queued[-count:]:
-                present[name].cancel(sequence)
-                self._release(sequence)
-                self._place(sequence, target.target_id)
+            holder = present[name]
+            for sequence in holder.queued[-count:]:
+                if target.lost:
+                    return  # on one that it was given
+                # Where that loss led to another, the holder's, its sequences are elsewhere already.
+                if self._places.get(sequence.sequence_id) is holder:
+                    holder.cancel(sequence)
+                    self._release(sequence)
+                    self._place(sequence, target.target_id)
 
     def on_unreachable(self) -> None:
         if self._pool.num_dialling == 0 and self._wake is None:

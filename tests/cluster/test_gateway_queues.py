@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
+
 from paceline.actors.engine.parameters import FinishReason
 from tests.cluster.scripted import (
+    ScriptedLink,
     ScriptedTargets,
     assert_clean,
     checked,
@@ -78,28 +81,71 @@ async def test_what_queues_goes_to_a_target_that_comes_later(targets: ScriptedTa
     assert_clean(targets)
 
 
-async def test_what_a_dead_newcomer_was_to_take_over_is_not_lost(
-    targets: ScriptedTargets,
+def on(link: ScriptedLink) -> set[tuple[str, int]]:
+    """Placements that a target holds: what was submitted to it and not cancelled."""
+    submitted = {(submit.sequence_id, submit.epoch) for submit in link.submits}
+    return submitted - {(cancel.sequence_id, cancel.epoch) for cancel in link.cancels}
+
+
+async def join(targets: ScriptedTargets, *names: str, newcomer: str) -> ScriptedLink:
+    """The newcomer is being dialled; ``open_gate`` attaches it."""
+    targets.held.add(newcomer)
+    await targets.attach(*names, newcomer)
+    return targets.links[newcomer]
+
+
+@pytest.mark.parametrize("fault", ["dead", "draining", "queueing"])
+async def test_a_newcomer_that_takes_nothing_costs_a_queue_no_place(
+    targets: ScriptedTargets, fault: str
 ) -> None:
-    """What was taken from a queue for it goes back there, and is lost to nobody."""
+    """Of those that it was to take over one at most finds out, and goes back."""
     await targets.attach("a")
     request = checked(max_tokens=4)
     with contextlib.ExitStack() as stack:
-        queued = [stack.enter_context(targets.gateway.open(request)) for _ in range(4)]
+        streams = [stack.enter_context(targets.gateway.open(request)) for _ in range(8)]
         old = targets.links["a"]
-        old.report(1, waiting=3)
-        targets.held.add("b")
-        await targets.attach("a", "b")
-        targets.links["b"].dead = True
-        targets.links["b"].open_gate.set()
+        old.report(1, waiting=7)
+        new = await join(targets, "a", newcomer="b")
+        if fault == "dead":
+            new.dead = True
+        else:
+            new.report(9, waiting=50 * (fault == "queueing"), draining=fault == "draining")
+        new.open_gate.set()
         await settle()
-        assert targets.links["b"].submits == []
-        last = {submit.sequence_id: submit for submit in old.submits}
-        for submit in last.values():
+        assert new.submits == []
+        assert len(old.cancels) == (fault == "dead")
+        assert len(on(old)) == 8
+        for submit in [submit for submit in old.submits if (submit.sequence_id, submit.epoch) in on(old)]:
             old.commit(submit, 4)
             old.finish(submit)
-        for stream in queued:
+        for stream in streams:
             assert await collect(stream) == completion(request, 4)
+    assert_clean(targets)
+
+
+@pytest.mark.parametrize("num_sequences", [5, 7, 8])
+async def test_no_target_keeps_what_the_loss_of_two_at_once_has_moved(
+    targets: ScriptedTargets, num_sequences: int
+) -> None:
+    """The newcomer fails, and so does the old target that its share should go back to."""
+    await targets.attach("a", "c", "d", "e")
+    others = [targets.links[name] for name in ("c", "d", "e")]
+    for link in others:
+        link.report(50)
+    with contextlib.ExitStack() as stack:
+        for _ in range(num_sequences):
+            stack.enter_context(targets.gateway.open(checked(max_tokens=4)))
+        old = targets.links["a"]
+        assert len(on(old)) == num_sequences
+        old.report(1, waiting=num_sequences - 1)
+        new = await join(targets, "a", "c", "d", "e", newcomer="b")
+        new.dead = old.dead = True
+        new.open_gate.set()
+        await settle()
+        held = [placement for link in others for placement in on(link)]
+        assert len(held) == num_sequences, "somebody works for nobody"
+        assert len({sequence_id for sequence_id, _ in held}) == num_sequences
+    assert not any(on(link) for link in others)
     assert_clean(targets)
 
 
