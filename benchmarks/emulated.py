@@ -35,6 +35,7 @@ import typer
 
 from benchmarks.processes import processor_time
 from benchmarks.report import print_table, spread, write_json
+from paceline.actors import garbage
 from paceline.actors.draft import DraftActor, DraftSpec
 from paceline.actors.engine.config import DraftEngineConfig, Hardware, NgramConfig, TargetEngineConfig
 from paceline.actors.engine.messages import Committed, Finished, Load, Submit
@@ -136,7 +137,9 @@ def child(target: Any, *arguments: Any) -> Iterator[Connection]:
 def run_target(spec: TargetSpec, host: str, parent: Connection) -> None:
     async def run() -> None:
         actor = TargetActor(spec)
-        parent.send(await actor.start(host))
+        address = await actor.start(host)
+        garbage.freeze()
+        parent.send(address)
         await answer(parent, actor)
         await actor.stop(0.0)
 
@@ -150,6 +153,7 @@ def run_draft(spec: DraftSpec, targets: dict[str, str], parent: Connection) -> N
     async def run() -> None:
         actor = DraftActor(spec, discover)
         await actor.start()
+        garbage.freeze()
         await actor.wait_for_target(60.0)
         parent.send("attached")
         await answer(parent, actor)

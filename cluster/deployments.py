@@ -20,7 +20,7 @@ from ray import serve
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
-from paceline.actors import weights
+from paceline.actors import garbage, weights
 from paceline.actors.draft import DraftActor
 from paceline.actors.engine.draft_engine import DraftSnapshot
 from paceline.actors.engine.errors import PacelineError
@@ -136,6 +136,7 @@ class GatewayDeployment:
         self._look = asyncio.Event()
         self._discovery = asyncio.create_task(self._discover(), name="target discovery")
         self._export = asyncio.create_task(self._metrics.run(self._samples), name="metrics")
+        garbage.freeze()
 
     def _wake_targets(self) -> None:
         """A call to a deployment without replicas makes Serve start one."""
@@ -256,6 +257,7 @@ class TargetDeployment:
         self._reports = ReplicaReports(
             self._actor.snapshot, TargetReporter().report, target_samples, TargetReport()
         )
+        garbage.freeze()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """This replica's own load, for the autoscaling policies."""
@@ -300,6 +302,7 @@ class DraftDeployment:
         self._gang = await gang_of(config.draft, spec.model)
         self._actor = DraftActor(spec, TargetDirectory(target).discover, loader_of(self._gang))
         await bring_up(self._gang, self._actor.start(), self._actor.fail)
+        garbage.freeze()
         try:
             await self._actor.wait_for_target(FIRST_TARGET_SECONDS)
         except BaseException:

@@ -159,7 +159,8 @@ def _edit_of(sequence: Drafted) -> LogitEdit | None:
 def _restrict(logits: torch.Tensor, vocab_sizes: Sequence[int]) -> torch.Tensor:
     """Logits ``[R, V]`` with the ids that a row's target does not have removed (cut off, or −inf)."""
     widest = max(vocab_sizes)
-    logits = logits[:, :widest]
+    if widest < logits.shape[1]:
+        logits = logits[:, :widest]
     if min(vocab_sizes) == widest:
         return logits
     sizes = torch.tensor(vocab_sizes, device=logits.device)

@@ -92,18 +92,15 @@ _FEW: Final = 12
 """Up to so many calls or numbers Python's own integers and floats are faster than numpy's operations."""
 
 
+def _words_of_block(seed: int, position: int, block: int, purpose: Purpose) -> tuple[int, int, int, int]:
+    low, high = position & _WORD, position >> 32 & _WORD
+    return philox4x32(block, low, high, int(purpose), seed & _WORD, seed >> 32 & _WORD)
+
+
 def _words_of_few(calls: np.broadcast, purpose: Purpose) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """``words_of_blocks`` of broadcast (seeds, positions, blocks), one by one."""
     words = [
-        philox4x32(
-            int(block),
-            int(position) & _WORD,
-            int(position) >> 32 & _WORD,
-            int(purpose),
-            int(seed) & _WORD,
-            int(seed) >> 32 & _WORD,
-        )
-        for seed, position, block in calls
+        _words_of_block(int(seed), int(position), int(block), purpose) for seed, position, block in calls
     ]
     found: IntArray = np.array(words, dtype=np.int64).reshape(*calls.shape, 4)
     return found[..., 0], found[..., 1], found[..., 2], found[..., 3]
@@ -153,6 +150,11 @@ def random_bits(
     return even ^ ((even ^ odd) & high)
 
 
+def bits_of_token(seed: int, position: int, token_id: int) -> int:
+    """``random_bits`` of one token, by Python's own integers."""
+    return _words_of_block(seed, position, token_id >> 2, Purpose.TOKEN)[token_id & 3]
+
+
 # log m = 2 artanh(s), s = (m − 1)/(m + 1), as a series in s². With m in [√½, √2), s² < 0.0295 and what is
 # left out is below 1e-18 of the sum.
 _ARTANH: Final = tuple(2.0 / (2 * power + 1) for power in range(11, 0, -1))
@@ -192,6 +194,11 @@ def _log_of_parts(mantissa: Floats, exponent: Floats) -> Floats:
     return exponent * _LN2_HIGH + (s * 2.0 + (s * series + exponent * _LN2_LOW))
 
 
+def gumbel_of_number(bits: int) -> float:
+    """``gumbel_of_bits`` of one number."""
+    return -_log_number(-_log_number((bits + 0.5) * 2.0**-32))
+
+
 @overload
 def gumbel_of_bits(bits: IntArray) -> FloatArray: ...
 @overload
@@ -209,7 +216,7 @@ def gumbel_of_bits(bits: IntArray | torch.Tensor) -> FloatArray | torch.Tensor:
     if isinstance(bits, torch.Tensor):
         return -_log_tensor(-_log_tensor((bits.to(torch.float64) + 0.5) * 2.0**-32))
     if bits.size <= _FEW:
-        numbers = [-_log_number(-_log_number((word + 0.5) * 2.0**-32)) for word in bits.reshape(-1).tolist()]
+        numbers = [gumbel_of_number(word) for word in bits.reshape(-1).tolist()]
         return np.array(numbers, dtype=np.float64).reshape(bits.shape)
     return -_log_array(-_log_array((bits.astype(np.float64) + 0.5) * 2.0**-32))
 

@@ -19,7 +19,9 @@ from paceline.actors.engine.noise import (
     MAX_GUMBEL,
     FloatArray,
     IntArray,
+    bits_of_token,
     gumbel_of_bits,
+    gumbel_of_number,
     random_bits,
     words_of_blocks,
 )
@@ -39,6 +41,77 @@ _LARGE: Final = 64 * _FIRST
 _MOST_HELD: Final = 8192
 _DENSE: Final = 0.7
 """Share of the blocks in reach from which on all of them are hashed, without a list."""
+_FEW_ROWS: Final = 3
+_FEW_TOKENS: Final = 12
+"""Up to so many rows, and tokens in reach of each, numbers are faster than arrays."""
+
+
+def winners(
+    logits: Logits,
+    best_ids: Sequence[int],
+    cuts: Sequence[Cut],
+    temperatures: Sequence[float],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+) -> list[int]:
+    """The token of each row with the highest log weight + noise, the lowest id among equals, of those that
+    the row's cut leaves.
+
+    Args:
+        logits: ``[R, V]``.
+        best_ids: of each row the token with the highest logit. The other arguments have R entries too.
+        seeds: bits of the unsigned 64-bit seeds.
+    """
+    found: list[int | None] = [None] * len(best_ids)
+    if len(best_ids) <= _FEW_ROWS:
+        found = [
+            _winner_of_few(*row)
+            for row in zip(logits, best_ids, cuts, temperatures, seeds, positions, strict=True)
+        ]
+    rows = [row for row, token in enumerate(found) if token is None]
+    if rows:
+        racing = logits if len(rows) == len(logits) else logits[rows]
+        race = Race.start(
+            racing,
+            np.array(best_ids, dtype=np.int64)[rows],
+            [cuts[row] for row in rows],
+            np.array(temperatures)[rows],
+            np.array(seeds, dtype=np.int64)[rows],
+            np.array(positions, dtype=np.int64)[rows],
+        )
+        for row, token in zip(rows, race.run(racing), strict=True):
+            found[row] = token
+    return [token for token in found if token is not None]
+
+
+def _winner_of_few(
+    values: Logits, best_id: int, cut: Cut, temperature: float, seed: int, position: int
+) -> int | None:
+    """The winner of one row ``values`` [V], number by number; None: too many tokens may win."""
+    best = float(values[best_id])
+    ids = cut.ids
+    if ids is None and len(values) >= _LARGE:
+        return None
+    leader, score = best_id, gumbel_of_number(bits_of_token(seed, position, best_id))
+    if ids is None:
+        slack = 1e-3 * temperature + 1e-6 * abs(best)
+        reachable = best - temperature * (MAX_GUMBEL - score) - slack
+        ids = np.flatnonzero(values >= np.float32(max(cut.logit, reachable)))
+    if len(ids) > _FEW_TOKENS:
+        return None
+    for token_id, value in zip(ids.tolist(), values[ids].tolist(), strict=True):
+        if token_id == best_id or (value == cut.logit and token_id > cut.last_id):
+            continue
+        log_weight = (value - best) / temperature
+        if log_weight + MAX_GUMBEL < score:
+            continue
+        bits = bits_of_token(seed, position, token_id)
+        if 2**32 - bits > math.exp(min(max(log_weight - score + _BITS_MARGIN, -_NO_BOUND), _NO_BOUND)):
+            continue
+        reached = log_weight + gumbel_of_number(bits)
+        if reached > score or (reached == score and token_id < leader):
+            leader, score = token_id, reached
+    return leader
 
 
 @dataclass(slots=True)
@@ -51,7 +124,7 @@ class Race:
     temperatures: FloatArray
     best: FloatArray
     """Highest logit, which has log weight 0."""
-    cuts: list[Cut]
+    cuts: Sequence[Cut]
     leaders: IntArray
     """Token with the highest score seen so far, the lowest id among equals. At first the best token: no
     filter removes it, so its score is one that the others have to reach."""
@@ -68,7 +141,7 @@ class Race:
         cls,
         logits: Logits,
         best_ids: IntArray,
-        cuts: list[Cut],
+        cuts: Sequence[Cut],
         temperatures: FloatArray,
         seeds: IntArray,
         positions: IntArray,

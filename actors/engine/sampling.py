@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,11 @@ import torch
 from paceline.actors.engine.errors import NonFiniteLogitsError
 from paceline.actors.engine.noise import seed_bits
 from paceline.actors.engine.parameters import SamplingParams
-from paceline.actors.engine.race import Race
+from paceline.actors.engine.race import winners
 from paceline.actors.engine.truncation import Logits, cut
+
+_FEW_ROWS: Final = 8
+"""Up to so many rows one call for each is faster than one for all."""
 
 
 class LogitEdit(Protocol):
@@ -38,10 +41,8 @@ Edits = Sequence[LogitEdit | None]
 """One per row; None = the row stays as it is."""
 
 
-def process_logits(
-    logits: torch.Tensor, params: Sequence[SamplingParams], edits: Edits | None = None
-) -> torch.Tensor:
-    """Log weights after edits, temperature, min-p, top-k and top-p.
+def process_logits(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Log weights after temperature, min-p, top-k and top-p.
 
     Args:
         logits: ``[R, V]`` float32, not changed.
@@ -55,9 +56,8 @@ def process_logits(
         NonFiniteLogitsError: naming the rows without a law.
     """
     _check_shapes(logits, len(params))
-    logits = edited(logits, edits)
-    best_ids = _best_ids(logits)
     host = _to_host(logits)
+    best_ids = _best_ids_on_host(host, range(len(params)))
     weights = np.full(host.shape, -np.inf)
     for row, (values, best_id, wanted) in enumerate(zip(host, best_ids, params, strict=True)):
         best = float(values[best_id])
@@ -73,47 +73,49 @@ def sample(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
     positions: Sequence[int],
-    edits: Edits | None = None,
+    rows: Sequence[int] | None = None,
 ) -> list[int]:
-    """Draw one token per row.
+    """Draw one token from each of some rows.
 
     Args:
-        logits: ``[R, V]`` float32, not changed.
-        params: one per row.
-        positions: one per row, the absolute index in its sequence of the token being drawn.
+        logits: ``[N, V]`` float32, not changed.
+        params: R, one per row that is drawn from.
+        positions: R, the absolute index in its sequence of the token being drawn.
+        rows: R indices into ``logits``, ascending: the rows that are drawn from; None = all. Others are not
+            looked at.
 
     Returns:
-        R token ids. Row r depends on the r-th entry of each argument only. Greedy rows have
+        R token ids. The r-th depends on the r-th entry of each argument only. Greedy rows have
         the argmax, ties to the lowest id.
 
     Raises:
-        NonFiniteLogitsError: naming the rows without a law; no row is drawn then.
+        NonFiniteLogitsError: naming, as indices below R, the rows without a law; no row is drawn then.
     """
-    _check_shapes(logits, len(params))
-    if len(positions) != len(params):
-        raise ValueError(f"{len(params)} rows but {len(positions)} positions")
-    logits = edited(logits, edits)
-    tokens = _best_ids(logits)
-    random_rows = [row for row, wanted in enumerate(params) if not wanted.greedy and wanted.top_k != 1]
-    if not random_rows:
+    _check_shapes(logits, len(params) if rows is None else None)
+    if rows is None:
+        rows = range(len(params))
+    if not len(positions) == len(params) == len(rows):
+        raise ValueError(f"{len(rows)} rows but {len(params)} parameters and {len(positions)} positions")
+    host = _to_host(logits) if logits.device.type == "cpu" else None
+    tokens = _best_ids(logits, rows) if host is None else _best_ids_on_host(host, rows)
+    drawn = [index for index, wanted in enumerate(params) if not wanted.greedy and wanted.top_k != 1]
+    if not drawn:
         return tokens
-    if len(random_rows) < len(params):
-        logits = logits[torch.tensor(random_rows, device=logits.device)]
-    host = _to_host(logits)
-    random_params = [params[row] for row in random_rows]
-    best_ids = np.array([tokens[row] for row in random_rows], dtype=np.int64)
-    best = host[np.arange(len(host)), best_ids].tolist()
-    race = Race.start(
-        host,
+    drawn_rows = [rows[index] for index in drawn]
+    values = _rows_to_host(logits, drawn_rows) if host is None else _rows_of(host, drawn_rows)
+    chosen = [params[index] for index in drawn]
+    best_ids = [tokens[index] for index in drawn]
+    best = values[np.arange(len(values)), best_ids].tolist()
+    found = winners(
+        values,
         best_ids,
-        [cut(*row) for row in zip(host, best, random_params, strict=True)],
-        temperatures=np.array([wanted.temperature for wanted in random_params]),
-        seeds=np.array([seed_bits(wanted.seed) for wanted in random_params], dtype=np.int64),
-        positions=np.array([positions[row] for row in random_rows], dtype=np.int64),
+        [cut(*row) for row in zip(values, best, chosen, strict=True)],
+        temperatures=[wanted.temperature for wanted in chosen],
+        seeds=[seed_bits(wanted.seed) for wanted in chosen],
+        positions=[positions[index] for index in drawn],
     )
-    drawn = race.run(host)
-    for row, token in zip(random_rows, drawn, strict=True):
-        tokens[row] = token
+    for index, token in zip(drawn, found, strict=True):
+        tokens[index] = token
     return tokens
 
 
@@ -136,9 +138,11 @@ def has_law(values: torch.Tensor) -> bool:
     return math.isfinite(float(values.max()))
 
 
-def _check_shapes(logits: torch.Tensor, num_rows: int) -> None:
-    if logits.dim() != 2 or logits.shape[0] != num_rows or logits.shape[1] == 0:
-        raise ValueError(f"logits must be [R = {num_rows}, V > 0], got {list(logits.shape)}")
+def _check_shapes(logits: torch.Tensor, num_rows: int | None) -> None:
+    """``num_rows``: how many there must be; None: any number."""
+    if logits.dim() != 2 or num_rows not in (None, logits.shape[0]) or logits.shape[1] == 0:
+        wanted = "N" if num_rows is None else f"R = {num_rows}"
+        raise ValueError(f"logits must be [{wanted}, V > 0], got {list(logits.shape)}")
     if logits.dtype != torch.float32:
         raise ValueError(f"logits must be float32, got {logits.dtype}")
 
@@ -148,23 +152,45 @@ def _to_host(logits: torch.Tensor) -> Logits:
     return host
 
 
-def _best_ids(logits: torch.Tensor) -> list[int]:
-    """Argmax per row, ties to the lowest id. Both numpy and torch promise the first maximum and let a NaN
-    win, so that the winner's value alone tells whether the row has a law.
+def _rows_of(host: Logits, rows: Sequence[int]) -> Logits:
+    """Some rows, ascending; copied only where they are scattered."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return host[rows[0] : rows[-1] + 1]
+    scattered: Logits = host[list(rows)]
+    return scattered
 
-    Raises:
-        NonFiniteLogitsError: for rows whose maximum is not finite.
-    """
-    if logits.shape[0] == 0:
-        return []
-    if logits.device.type == "cpu":
-        host = _to_host(logits)
-        best_ids = host.argmax(axis=1)
-        finite = np.isfinite(host[np.arange(len(host)), best_ids])
+
+def _rows_to_host(logits: torch.Tensor, rows: Sequence[int]) -> Logits:
+    return _to_host(logits if len(rows) == len(logits) else _rows_on_device(logits, rows))
+
+
+def _rows_on_device(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return logits[torch.tensor(rows, device=logits.device)]
+
+
+# Argmax per row, ties to the lowest id. Both numpy and torch promise the first maximum and let a NaN win, so
+# that the winner's value alone tells whether the row has a law. Both raise NonFiniteLogitsError for rows
+# whose maximum is not finite.
+
+
+def _best_ids_on_host(host: Logits, rows: Sequence[int]) -> list[int]:
+    if len(rows) == len(host) and len(rows) > _FEW_ROWS:
+        best_ids: list[int] = host.argmax(axis=1).tolist()
     else:
-        device_ids = logits.argmax(dim=1)
-        maxima = logits.gather(1, device_ids[:, None])[:, 0]
-        best_ids, finite = device_ids.cpu().numpy(), torch.isfinite(maxima).cpu().numpy()
-    if not finite.all():
-        raise NonFiniteLogitsError(tuple(int(row) for row in np.flatnonzero(~finite)))
-    return [int(token) for token in best_ids]
+        best_ids = [int(host[row].argmax()) for row in rows]
+    _check_maxima([math.isfinite(host[row, best_id]) for row, best_id in zip(rows, best_ids, strict=True)])
+    return best_ids
+
+
+def _best_ids(logits: torch.Tensor, rows: Sequence[int]) -> list[int]:
+    wanted = logits if len(rows) == len(logits) else _rows_on_device(logits, rows)
+    device_ids = wanted.argmax(dim=1)
+    maxima = wanted.gather(1, device_ids[:, None])[:, 0]
+    best_ids: list[int] = device_ids.tolist()
+    _check_maxima(torch.isfinite(maxima).tolist())
+    return best_ids
+
+
+def _check_maxima(finite: Sequence[bool]) -> None:
+    if not all(finite):
+        raise NonFiniteLogitsError(tuple(row for row, is_finite in enumerate(finite) if not is_finite))

@@ -60,21 +60,25 @@ def verify_coupled(tail: Sequence[int], samples: Sequence[int]) -> Verification:
 
     Args:
         tail: k >= 0 draft tokens, at positions t … t + k − 1.
-        samples: k + 1 tokens, the target's own samples at positions t … t + k. Sample i is drawn from the law
-            that follows the tail's first i tokens, hence is the target's only while those were accepted;
-            later ones are not looked at.
+        samples: up to k + 1 tokens, the target's own samples at positions t, t + 1, … Sample i is drawn from
+            the law that follows the tail's first i tokens, hence is the target's only while those were
+            accepted; none behind the first that differs from the tail is looked at, or needed.
 
     Returns:
         Between 1 and k + 1 tokens to commit.
 
     Raises:
-        ValueError: if there is not one sample more than tail tokens.
+        ValueError: if all samples agree with the tail and there is not one more of them than tail tokens, or
+            if there are even more.
     """
-    if len(samples) != len(tail) + 1:
-        raise ValueError(f"a tail of {len(tail)} needs {len(tail) + 1} samples, got {len(samples)}")
     num_accepted = 0
-    while num_accepted < len(tail) and tail[num_accepted] == samples[num_accepted]:
+    while num_accepted < min(len(tail), len(samples)) and tail[num_accepted] == samples[num_accepted]:
         num_accepted += 1
+    if not num_accepted < len(samples) <= len(tail) + 1:
+        raise ValueError(
+            f"a tail of {len(tail)} needs {len(tail) + 1} samples, or those up to one that differs, got "
+            f"{len(samples)}"
+        )
     return Verification(num_accepted, tuple(samples[: num_accepted + 1]))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -21,6 +22,8 @@ from paceline.actors.engine.sequence import TargetSequence
 from paceline.actors.engine.verification import Verification, verify_coupled
 
 BAD_LOGITS: Final = "the model produced logits that are not numbers"
+_LARGE_VOCABULARY: Final = 8192
+"""From so many tokens on a row costs more than a call."""
 NO_TOKEN: Final = "the request's bias, bad ids or constraint leave no token at this position"
 
 
@@ -31,6 +34,15 @@ class Unverified:
     error: str
     invalid_argument: bool = False
     """The request is to blame."""
+
+
+@dataclass(slots=True)
+class _Samples:
+    """Of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    lawless: bool = False
+    """The row behind them has no law."""
 
 
 def verify_step(
@@ -65,26 +77,22 @@ def verify_step(
     positions = [
         len(item.sequence.token_ids) + depth for item in scheduled for depth in range(item.num_logits)
     ]
-    shared = [item.sequence.shares_noise for item in scheduled for _ in range(item.num_logits)]
-    sampled_rows = [row for row, is_shared in enumerate(shared) if is_shared]
-    samples, lawless = _sample_rows(law, params, positions, sampled_rows)
+    samples = _draw_samples(scheduled, law, params, positions)
 
     found: list[Verification | Unverified] = []
     end = 0
-    for item, reason in zip(scheduled, unfit, strict=True):
+    for item, reason, drawn in zip(scheduled, unfit, samples, strict=True):
         start, end = end, end + item.num_logits
-        # Rows past the first without a law are not reached either.
-        usable_end = min((row for row in lawless if start <= row < end), default=end)
         if reason is not None:
             found.append(Unverified(reason, invalid_argument=True))
         elif start == end:
             found.append(Verification(0, ()))
-        elif start == usable_end:
+        elif drawn.lawless and not drawn.token_ids:
             found.append(_lawless(logits[start]))
         else:
             if item.sequence.shares_noise:
-                tail = item.tail[: usable_end - start - 1]
-                verification = verify_coupled(tail, samples[start:usable_end])
+                tail = item.tail[: len(drawn.token_ids) - 1] if drawn.lawless else item.tail
+                verification = verify_coupled(tail, drawn.token_ids)
             else:
                 try:
                     verification = verify_by_ratio(
@@ -106,26 +114,65 @@ def verify_step(
     return found
 
 
+def _draw_samples(
+    scheduled: Sequence[ScheduledSequence],
+    law: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+) -> list[_Samples]:
+    """The samples of the sequences that share their noise, of each until one differs from the tail, its rows
+    end, or a row has no law.
+
+    Where rows are dear, none behind a rejected token is drawn from: depth by depth, those sequences go on
+    whose tail was right so far. Else all rows are drawn from at once, as are those on a device, which would
+    have to be waited for each time.
+    """
+    samples = [_Samples() for _ in scheduled]
+    ends = list(itertools.accumulate(item.num_logits for item in scheduled))
+    going = [index for index, item in enumerate(scheduled) if item.sequence.shares_noise and item.num_logits]
+    dear = law.device.type == "cpu" and (law.shape[1] >= _LARGE_VOCABULARY or len(going) == 1)
+    width = 1 if dear else law.shape[0]
+    while going:
+        spans: list[range] = []
+        for index in going:
+            start = ends[index] - scheduled[index].num_logits + len(samples[index].token_ids)
+            spans.append(range(start, min(start + width, ends[index])))
+        drawn = _sample_rows(law, params, positions, [row for span in spans for row in span])
+        still_going: list[int] = []
+        for index, span in zip(going, spans, strict=True):
+            tail, found = scheduled[index].tail, samples[index]
+            for row in span:
+                token_id = drawn[row]
+                if token_id is None:
+                    found.lawless = True
+                    break
+                found.token_ids.append(token_id)
+                depth = len(found.token_ids)
+                if depth > len(tail) or token_id != tail[depth - 1]:
+                    break
+            else:
+                still_going.append(index)
+        going = still_going
+    return samples
+
+
 def _sample_rows(
     law: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int], rows: Sequence[int]
-) -> tuple[list[int], tuple[int, ...]]:
-    """The samples of ``rows`` of ``law`` [R, V] (0 in others), and which of ``rows`` have no law."""
-    samples = [0] * law.shape[0]
-    if not rows:
-        return samples, ()
-    if len(rows) < len(samples):
-        law = law[torch.tensor(rows, device=law.device)]
-        params, positions = [params[row] for row in rows], [positions[row] for row in rows]
-    lawless: tuple[int, ...] = ()
+) -> dict[int, int | None]:
+    """The samples of ``rows`` (ascending) of ``law`` [R, V]; None where a row has no law."""
+    wanted, places = params, positions
+    if len(rows) < len(params):
+        wanted, places = [params[row] for row in rows], [positions[row] for row in rows]
+    found: dict[int, int | None] = {}
     try:
-        drawn = sample(law, params, positions)
+        drawn = sample(law, wanted, places, rows)
     except NonFiniteLogitsError as error:
-        lawless = error.rows
-        usable = law.index_fill(0, torch.tensor(lawless, device=law.device), 0.0)
-        drawn = sample(usable, params, positions)
-    for row, token_id in zip(rows, drawn, strict=True):
-        samples[row] = token_id
-    return samples, tuple(rows[index] for index in lawless)
+        found = {rows[index]: None for index in error.rows}
+        usable = [index for index, row in enumerate(rows) if row not in found]
+        rows = [rows[index] for index in usable]
+        drawn = sample(law, [wanted[i] for i in usable], [places[i] for i in usable], rows)
+    found.update(zip(rows, drawn, strict=True))
+    return found
 
 
 def _lawless(logits: torch.Tensor) -> Unverified:

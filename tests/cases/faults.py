@@ -315,7 +315,7 @@ def verify_at_another_temperature(patch: pytest.MonkeyPatch) -> None:
         return [replace(item, temperature=1.0) for item in params]
 
     patch.setattr(ratio_verifier, "process_logits", lambda logits, params: process(logits, at_one(params)))
-    patch.setattr(verifier, "sample", lambda law, params, positions: sample(law, at_one(params), positions))
+    patch.setattr(verifier, "sample", lambda law, params, *rest: sample(law, at_one(params), *rest))
 
 
 # ---------------------------------------------------------------- where each is seen

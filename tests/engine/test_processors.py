@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
+from paceline.actors.engine import sampling, verifier
 from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
 from paceline.actors.engine.errors import ConstraintError
 from paceline.actors.engine.messages import Submit
@@ -439,6 +441,34 @@ def test_an_end_inside_a_tail_counts_when_it_is_reached(length: int, num_right: 
     assert found == Verification(min(num_right, num_tokens - 1), tuple(own[:num_tokens]))
     at_end = verify_step([scheduled(counting(length), (), completion=length)], favouring(own[0]))[0]
     assert at_end == Unverified(NO_TOKEN, invalid_argument=True)
+
+
+@pytest.mark.parametrize("vocab_size", [32, 9_000])
+def test_no_dear_row_behind_a_rejected_token_is_drawn_from(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
+    """Depth by depth where rows are long or there is one sequence; all at once where they are short."""
+    looked_at: list[list[int]] = []
+
+    def sample(law: torch.Tensor, *wanted: Any) -> list[int]:
+        looked_at.append(list(wanted[2]))
+        return sampling.sample(law, *wanted)
+
+    monkeypatch.setattr(verifier, "sample", sample)
+    right = [5, 6, 7]
+    logits = torch.zeros(12, vocab_size)
+    logits[torch.arange(12), torch.tensor([5, 6, 7, 8] * 3)] = 9.0
+    items = [scheduled(None, right), scheduled(None, [5, 1, 7]), scheduled(None, [1, 6, 7])]
+    assert verify_step(items, logits) == [
+        Verification(3, (5, 6, 7, 8)),
+        Verification(1, (5, 6)),
+        Verification(0, (5,)),
+    ]
+    depth_by_depth = [[0, 4, 8], [1, 5], [2], [3]]
+    assert looked_at == (depth_by_depth if vocab_size > 8192 else [list(range(12))])
+    looked_at.clear()
+    assert verify_step(items[2:], logits[8:]) == [Verification(0, (5,))]
+    assert looked_at == [[0]]
 
 
 def test_a_completion_that_breaks_its_constraint() -> None:

@@ -209,7 +209,25 @@ class TestPruning:
         logits = random_logits(rows, vocab_size, spread)
         params = [replace(options, seed=2**64 - 1 - row) for row in range(rows)]
         positions = list(range(2**32 - 10, 2**32 - 10 + rows))
-        assert sample(logits, params, positions) == sample_unpruned(logits, params, positions)
+        expected = sample_unpruned(logits, params, positions)
+        assert sample(logits, params, positions) == expected
+        alone = [sample(logits, [params[row]], [positions[row]], [row])[0] for row in range(rows)]
+        assert alone == expected, "a few numbers do not race like many"
+        some = [0, 3, 4, 5, 7, 20, 21, 22, 23, 24, 47]
+        chosen = [params[row] for row in some], [positions[row] for row in some]
+        assert sample(logits, *chosen, some) == [expected[row] for row in some]
+
+    def test_few_tokens_in_reach(self) -> None:
+        """Of peaked rows: those that race number by number, equal logits and cuts among them included."""
+        ids = torch.tensor([3, 900, 17, 16, 250, 251, 1000, 8])
+        logits = torch.full((400, 1021), -40.0)
+        logits[:, ids] = torch.tensor([2.0, 2.0, 1.5, 1.0, 1.0, 1.0, 0.0, -1.0])
+        for options in [SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.7)]:
+            params = [replace(options, seed=row) for row in range(400)]
+            positions = [row * 7 for row in range(400)]
+            alone = [sample(logits, [params[row]], [positions[row]], [row])[0] for row in range(400)]
+            assert alone == sample_unpruned(logits, params, positions)
+            assert len(set(alone)) >= 4
 
     def test_a_vocabulary_of_many_chunks(self) -> None:
         logits = random_logits(2, 151_936, 0.3)
@@ -347,6 +365,10 @@ class TestBadInput:
             with pytest.raises(NonFiniteLogitsError, match="row 1, 3") as caught:
                 call()
             assert caught.value.rows == (1, 3)
+        with pytest.raises(NonFiniteLogitsError) as caught:
+            sample(logits, params[:3], [0] * 3, [0, 1, 2])
+        assert caught.value.rows == (1,)
+        assert len(sample(logits, params[:2], [0] * 2, [0, 2])) == 2, "a row that is not asked for matters"
         good = [0, 2]
         assert sample(logits[good], params[:2], [0] * 2) == sample_unpruned(logits[good], params[:2], [0] * 2)
 
@@ -369,6 +391,8 @@ class TestBadInput:
         logits = torch.zeros(2, 4)
         with pytest.raises(ValueError, match="R = 3"):
             sample(logits, [SamplingParams()] * 3, [0] * 3)
+        with pytest.raises(ValueError, match="1 rows but 2 parameters"):
+            sample(logits, [SamplingParams()] * 2, [0, 1], [1])
         with pytest.raises(ValueError, match="1 positions"):
             sample(logits, [SamplingParams()] * 2, [0])
         with pytest.raises(ValueError, match="float32"):
