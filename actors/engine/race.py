@@ -31,9 +31,10 @@ _BLOCKS_PER_CHUNK: Final = 12_800
 """Calls of the generator at once. Its arrays of 100 KiB stay in the cache, call overhead is small, and the
 allocator hands the same memory out again (glibc maps and unmaps arrays above 128 KiB: 1.5 times slower)."""
 _BITS_MARGIN: Final = math.log(1.01 * 2.0**32)
-"""Turns a bound on 1 − u into one on random bits, one percent wider."""
+"""Turns a bound on 1 − u into one on random bits, one percent wider. As 1 − u is half a bit less than what
+the bits lack to 2**32, one is added besides: at the very top that is more than a percent."""
 _NO_BOUND: Final = 23.0
-"""exp of this is more than 2**32, and exp of minus this is less than 1: all bits will do, and none."""
+"""exp of this is more than 2**32, and exp of minus this is next to 0: all bits will do, and the highest."""
 _FIRST: Final = 128
 """Tokens of a row that race before all others."""
 _LARGE: Final = 64 * _FIRST
@@ -41,7 +42,7 @@ _LARGE: Final = 64 * _FIRST
 _MOST_HELD: Final = 8192
 _DENSE: Final = 0.7
 """Share of the blocks in reach from which on all of them are hashed, without a list."""
-_FEW_ROWS: Final = 3
+_FEW_RACES: Final = 3
 _FEW_TOKENS: Final = 12
 """Up to so many rows, and tokens in reach of each, numbers are faster than arrays."""
 
@@ -63,7 +64,7 @@ def winners(
         seeds: bits of the unsigned 64-bit seeds.
     """
     found: list[int | None] = [None] * len(best_ids)
-    if len(best_ids) <= _FEW_ROWS:
+    if len(best_ids) <= _FEW_RACES:
         found = [
             _winner_of_few(*row)
             for row in zip(logits, best_ids, cuts, temperatures, seeds, positions, strict=True)
@@ -81,7 +82,9 @@ def winners(
         )
         for row, token in zip(rows, race.run(racing), strict=True):
             found[row] = token
-    return [token for token in found if token is not None]
+    drawn = [token for token in found if token is not None]
+    assert len(drawn) == len(best_ids)
+    return drawn
 
 
 def _winner_of_few(
@@ -106,7 +109,8 @@ def _winner_of_few(
         if log_weight + MAX_GUMBEL < score:
             continue
         bits = bits_of_token(seed, position, token_id)
-        if 2**32 - bits > math.exp(min(max(log_weight - score + _BITS_MARGIN, -_NO_BOUND), _NO_BOUND)):
+        lead = log_weight - score + _BITS_MARGIN
+        if 2**32 - bits > 1.0 + math.exp(min(max(lead, -_NO_BOUND), _NO_BOUND)):
             continue
         reached = log_weight + gumbel_of_number(bits)
         if reached > score or (reached == score and token_id < leader):
@@ -307,7 +311,7 @@ class Race:
 
 def _most_missing(lead: FloatArray) -> FloatArray:
     """The most that random bits may lack to 2**32 where noise has to make up for −``lead`` (w − s)."""
-    return np.exp(np.clip(lead + _BITS_MARGIN, -_NO_BOUND, _NO_BOUND))
+    return 1.0 + np.exp(np.clip(lead + _BITS_MARGIN, -_NO_BOUND, _NO_BOUND))
 
 
 def _highest(words: Sequence[IntArray]) -> IntArray:

@@ -26,7 +26,7 @@ from paceline.actors.engine.parameters import SamplingParams
 from paceline.actors.engine.race import winners
 from paceline.actors.engine.truncation import Logits, cut
 
-_FEW_ROWS: Final = 8
+_ROW_BY_ROW: Final = 8
 """Up to so many rows one call for each is faster than one for all."""
 
 
@@ -148,24 +148,25 @@ def _check_shapes(logits: torch.Tensor, num_rows: int | None) -> None:
 
 
 def _to_host(logits: torch.Tensor) -> Logits:
-    host: Logits = logits.detach().cpu().contiguous().numpy()
+    """Without a copy where they are there already, whatever their strides."""
+    host: Logits = logits.detach().cpu().numpy()
     return host
 
 
 def _rows_of(host: Logits, rows: Sequence[int]) -> Logits:
-    """Some rows, ascending; copied only where they are scattered."""
-    if rows[-1] - rows[0] + 1 == len(rows):
-        return host[rows[0] : rows[-1] + 1]
-    scattered: Logits = host[list(rows)]
-    return scattered
+    """Some rows, ascending, contiguous; copied only where they are scattered."""
+    adjoining = rows[-1] - rows[0] + 1 == len(rows)
+    return np.ascontiguousarray(host[rows[0] : rows[-1] + 1] if adjoining else host[list(rows)])
 
 
 def _rows_to_host(logits: torch.Tensor, rows: Sequence[int]) -> Logits:
-    return _to_host(logits if len(rows) == len(logits) else _rows_on_device(logits, rows))
+    return np.ascontiguousarray(
+        _to_host(logits if len(rows) == len(logits) else _rows_on_device(logits, rows))
+    )
 
 
 def _rows_on_device(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    return logits[torch.tensor(rows, device=logits.device)]
+    return logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
 
 
 # Argmax per row, ties to the lowest id. Both numpy and torch promise the first maximum and let a NaN win, so
@@ -174,7 +175,7 @@ def _rows_on_device(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def _best_ids_on_host(host: Logits, rows: Sequence[int]) -> list[int]:
-    if len(rows) == len(host) and len(rows) > _FEW_ROWS:
+    if len(rows) == len(host) and len(rows) > _ROW_BY_ROW:
         best_ids: list[int] = host.argmax(axis=1).tolist()
     else:
         best_ids = [int(host[row].argmax()) for row in rows]

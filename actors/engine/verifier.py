@@ -120,8 +120,8 @@ def _draw_samples(
     params: Sequence[SamplingParams],
     positions: Sequence[int],
 ) -> list[_Samples]:
-    """The samples of the sequences that share their noise, of each until one differs from the tail, its rows
-    end, or a row has no law.
+    """The samples of the sequences that share their noise, of each until one differs from the tail, there is
+    one more than tail tokens, or a row has no law.
 
     Where rows are dear, none behind a rejected token is drawn from: depth by depth, those sequences go on
     whose tail was right so far. Else all rows are drawn from at once, as are those on a device, which would
@@ -151,7 +151,8 @@ def _draw_samples(
                 if depth > len(tail) or token_id != tail[depth - 1]:
                     break
             else:
-                still_going.append(index)
+                if span.stop < ends[index]:
+                    still_going.append(index)
         going = still_going
     return samples
 

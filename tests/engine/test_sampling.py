@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from paceline.actors.engine.errors import NonFiniteLogitsError
-from paceline.actors.engine.noise import gumbel, gumbel_of_bits, seed_bits, words_of_blocks
+from paceline.actors.engine.noise import gumbel, gumbel_of_bits, random_bits, seed_bits, words_of_blocks
 from paceline.actors.engine.parameters import SamplingParams
 from paceline.actors.engine.sampling import process_logits, sample
 
@@ -216,6 +216,24 @@ class TestPruning:
         some = [0, 3, 4, 5, 7, 20, 21, 22, 23, 24, 47]
         chosen = [params[row] for row in some], [positions[row] for row in some]
         assert sample(logits, *chosen, some) == [expected[row] for row in some]
+
+    @pytest.mark.parametrize("gap", [0.01, 0.0])
+    def test_a_winner_by_the_very_highest_bits(self, gap: float) -> None:
+        """At seed 0 and this position token 10 has bits 2**32 − 3, where the noise is steepest: what the bits
+        lack is no bound on 1 − u to the percent there."""
+        position = 144_337_849
+        bits = random_bits(np.zeros(12, np.int64), np.full(12, position), np.arange(12))
+        assert bits[10] == 2**32 - 3
+        noise = gumbel_of_bits(bits)
+        rival, slow = int(noise[:8].argmax()), int(noise[:8].argmin())
+        logits = torch.full((1, 12), -200.0)
+        # Token 10 wins by a thirtieth; the rival's own lead is what it has to overcome.
+        logits[0, rival], logits[0, slow] = -gap, 0.0
+        logits[0, 10] = float(noise[rival] - gap - noise[10]) + 0.1 / 3.0
+        params = SamplingParams()
+        assert sample_unpruned(logits, [params], [position]) == [10]
+        assert sample(logits, [params], [position]) == [10]
+        assert sample(logits.expand(5, -1), [params] * 5, [position] * 5) == [10] * 5
 
     def test_few_tokens_in_reach(self) -> None:
         """Of peaked rows: those that race number by number, equal logits and cuts among them included."""
