@@ -141,8 +141,11 @@ class Payoff:
         step_seconds = self._step_cost(num_sequences + num_prefill_tokens)
         foretold = num_sequences * seconds / max(step_seconds, 1e-9)
         if not drafting:
-            load.plain.add(num_sequences, num_tokens, foretold)
-            load.plain_at = self._num_steps
+            # Prompts are read before drafts begin. Unless they rest, such a step is none that they would have
+            # been in.
+            if load.rest_left or num_prefill_tokens <= num_sequences:
+                load.plain.add(num_sequences, num_tokens, foretold)
+                load.plain_at = self._num_steps
             if draftable:
                 _pass_rest(load, num_running)
             return
@@ -171,7 +174,8 @@ class Payoff:
 
     def _judge(self, load: _Load, error: float) -> None:
         load.gain = _gain(load)
-        if load.plain_at is None or self._num_steps - load.plain_at > PLAIN_KNOWN_STEPS:
+        known_at = load.plain_at if load.plain.steps >= PLAIN_STEPS else None
+        if known_at is None or self._num_steps - known_at > PLAIN_KNOWN_STEPS:
             if load.gain < SURE_GAIN:
                 _begin_rest(load, PLAIN_STEPS)
         elif load.gain < LEAST_GAIN - error:

@@ -64,6 +64,8 @@ class Speculator:
         self.probe = OverlapProbe(config.hardware)
         self._best_tails: dict[tuple[str, int, int], TailLengths] = {}
         """Memo of one step: (draft, acceptance in 1/32, limit) -> best tails."""
+        self._all_told_to_rest = False
+        """No draft has been asked for anything since a rest began."""
         self._pace = UNKNOWN_PACE
         self._pace_at = 0.0
         """What drafts were like when there were some last, and when that was."""
@@ -126,6 +128,8 @@ class Speculator:
 
     def drafting(self, running: Iterable[TargetSequence]) -> bool:
         """Whether a draft is asked for tokens of any of these sequences."""
+        if self._all_told_to_rest:
+            return False
         return any(sequence.drafting is not None and sequence.drafting.window > 0 for sequence in running)
 
     def seconds_to_wait(self, running: Sequence[TargetSequence], elapsed: float, now: float) -> float:
@@ -204,7 +208,19 @@ class Speculator:
         self._best_tails.clear()
 
     def update_windows(self, running: Sequence[TargetSequence], now: float) -> None:
-        """Tell each sequence's draft what was committed and how far to go from here."""
+        """Tell each sequence's draft what was committed and how far to go from here.
+
+        While drafts rest there is nothing to tell: newcomers are given to them with a window of 0.
+        """
+        resting = self.payoff.resting and self._config.num_speculative_tokens is None
+        awake = set() if resting and self._all_told_to_rest else self._tell_windows(running, now)
+        self._all_told_to_rest = resting
+        for peer, draft in self._book.drafts.items():
+            if draft.sequences and peer not in awake:
+                draft.doubt()
+
+    def _tell_windows(self, running: Sequence[TargetSequence], now: float) -> set[str]:
+        """Returns: the drafts that are asked for anything."""
         num_sequences = len(running)
         run_ahead = self.probe.run_ahead
         prepares = run_ahead and self.probe.hardware is Hardware.SEPARATE
@@ -235,9 +251,7 @@ class Speculator:
                 )
                 branch_tokens = best.ready if prepares and sequence.shares_noise else 0
             self._book.report(sequence, min(window, sequence.tail_room), now, branch_tokens)
-        for peer, draft in self._book.drafts.items():
-            if draft.sequences and peer not in awake:
-                draft.doubt()
+        return awake
 
     # ------------------------------------------------------------------ for the size of the draft pool
 

@@ -190,6 +190,9 @@ class TargetEngine:
             self._fail(plan, error)
             return
         self._update(plan, proposals, verifications)
+        self._step_seconds = self._clock() - started
+        # First what such a step takes, then what it was worth: a size may be new.
+        self._speculator.record_step(plan.num_tokens, self._step_seconds, draft_running)
         num_decoded = sum(isinstance(item, Verification) and bool(item.token_ids) for item in verifications)
         num_drafted = sum(len(item.tail) for item in plan.scheduled)
         self._speculator.payoff.record(
@@ -201,7 +204,7 @@ class TargetEngine:
             drafting=drafting,
             draftable=any(item.sequence.drafting is not None for item in plan.scheduled),
         )
-        self._end_step(plan, started, model_seconds, draft_running)
+        self._end_step(plan, started, model_seconds)
 
     def take_outbox(self) -> TargetOutbox:
         """What to publish since the last call."""
@@ -284,13 +287,10 @@ class TargetEngine:
             sequence, base_position, num_drafted if from_draft else 0, num_accepted if from_draft else 0
         )
 
-    def _end_step(self, plan: Plan, started: float, model_seconds: float, draft_running: bool) -> None:
-        now = self._clock()
+    def _end_step(self, plan: Plan, started: float, model_seconds: float) -> None:
         self._num_steps += 1
         self._num_computed += plan.num_tokens
-        self._step_seconds = now - started
-        self._speculator.record_step(plan.num_tokens, self._step_seconds, draft_running)
-        self._speculator.update_windows(self._scheduler.running, now)
+        self._speculator.update_windows(self._scheduler.running, self._clock())
         # What finished made room: drafts hear of newcomers now, not after another step.
         self._admit()
         ended = self._clock()
