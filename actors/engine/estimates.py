@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 
 MEDIAN_SAMPLES = 9
 EXPIRY_RECORDS = 2000
@@ -107,6 +108,11 @@ class StepCostModel:
     def known(self) -> bool:
         return bool(self._sizes)
 
+    @property
+    def largest_size(self) -> int:
+        """Of those measured, in tokens."""
+        return self._sizes[-1]
+
     def record(self, num_tokens: int, seconds: float, *, disturbed: bool = False) -> None:
         self._num_records += 1
         bucket = token_bucket(num_tokens)
@@ -155,6 +161,68 @@ class StepCostModel:
         return max(
             seconds[upper - 1] + slope * (num_tokens - low), seconds[0] * min(num_tokens / sizes[0], 1.0)
         )
+
+
+class StepCosts:
+    """T of a target's steps: of those that decode and verify, and of those that read prompts besides.
+
+    Every token of the former needs its logits, of a prompt only the last does. Where logits and attention
+    count (16 rows of a 1.5B model on a processor: 6 ms for each further tail token, 3.5 for one of a prompt)
+    sizes of one kind say little of the other.
+    """
+
+    def __init__(self) -> None:
+        self._decode = StepCostModel()
+        self._with_prompts = StepCostModel()
+        """By the tokens without tails."""
+
+    @property
+    def known(self) -> bool:
+        return self._decode.known or self._with_prompts.known
+
+    def __call__(self, num_tokens: int) -> float:
+        """Seconds of a step that verifies ``num_tokens`` tokens; 0.0 while nothing is known.
+
+        Past the largest that was measured it rises by what prompts of that size cost more, at the least.
+        """
+        if not self._decode.known:
+            return self._with_prompts(num_tokens)
+        found = self._decode(num_tokens)
+        largest = self._decode.largest_size
+        if num_tokens > largest and self._with_prompts.known:
+            rise = self._with_prompts(num_tokens) - self._with_prompts(largest)
+            found = max(found, self._decode(largest) + rise)
+        return found
+
+    def plain(self, num_decoding: int, num_prompt_tokens: int) -> float:
+        """Seconds of a step without tails."""
+        if num_prompt_tokens and self._with_prompts.known:
+            return self._with_prompts(num_decoding + num_prompt_tokens)
+        return self(num_decoding + num_prompt_tokens)
+
+    def beside(self, num_decoding: int, num_prompt_tokens: int) -> Callable[[int], float]:
+        """T(tokens), tails included, of steps with so many prompt tokens among them."""
+        if not num_prompt_tokens:
+            return self
+        base = self.plain(num_decoding, num_prompt_tokens) - self(num_decoding)
+        return lambda num_tokens: base + self(num_tokens - num_prompt_tokens)
+
+    def record(
+        self,
+        num_decoding: int,
+        num_tail_tokens: int,
+        num_prompt_tokens: int,
+        seconds: float,
+        *,
+        disturbed: bool = False,
+    ) -> None:
+        """One step, see ``StepCostModel.record``."""
+        if not num_prompt_tokens:
+            self._decode.record(num_decoding + num_tail_tokens, seconds, disturbed=disturbed)
+            return
+        of_tails = self(num_decoding + num_tail_tokens) - self(num_decoding)
+        plain = max(seconds - of_tails, 0.0)
+        self._with_prompts.record(num_decoding + num_prompt_tokens, plain, disturbed=disturbed)
 
 
 class DraftStepCost:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from paceline.actors.engine.estimates import StepCostModel
-
 MEASURED_STEPS = 24
 """Steps with drafts before they are judged, those included in which drafts only catch up: they cost, too."""
 MEASURED_ROUNDS = 128
@@ -85,14 +83,9 @@ class _Load:
 
 
 class Payoff:
-    """Decides whether drafts rest.
+    """Decides whether drafts rest."""
 
-    Args:
-        step_cost: T(tokens), learnt from the steps themselves.
-    """
-
-    def __init__(self, step_cost: StepCostModel) -> None:
-        self._step_cost = step_cost
+    def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
         """By the bit length of the number of sequences."""
         self._load = _Load()
@@ -118,8 +111,9 @@ class Payoff:
         num_running: int,
         num_sequences: int,
         num_tokens: int,
-        num_prefill_tokens: int,
+        num_prompt_tokens: int,
         seconds: float,
+        plain_seconds: float,
         drafting: bool,
         draftable: bool = True,
     ) -> None:
@@ -129,21 +123,21 @@ class Payoff:
             num_running: sequences, those whose prompts are being computed included: the load.
             num_sequences: that committed tokens.
             num_tokens: that they committed.
-            num_prefill_tokens: computed besides, of prompts.
+            num_prompt_tokens: computed besides.
             seconds: from the end of the step before to its own end.
+            plain_seconds: what the model takes for such a step without tails; 0.0 where nobody knows.
             drafting: any draft was asked for tokens.
             draftable: any could have been. A rest is not over by steps of requests that want no drafts.
         """
         self._num_steps += 1
-        if not num_sequences or not self._step_cost.known:
+        if not num_sequences or plain_seconds <= 0.0:
             return
         load = self._load = self._load_of(num_running)
-        step_seconds = self._step_cost(num_sequences + num_prefill_tokens)
-        foretold = num_sequences * seconds / max(step_seconds, 1e-9)
+        foretold = num_sequences * seconds / plain_seconds
         if not drafting:
             # Prompts are read before drafts begin. Unless they rest, such a step is none that they would have
             # been in.
-            if load.rest_left or num_prefill_tokens <= num_sequences:
+            if load.rest_left or num_prompt_tokens <= num_sequences:
                 load.plain.add(num_sequences, num_tokens, foretold)
                 load.plain_at = self._num_steps
             if draftable:
@@ -166,8 +160,8 @@ class Payoff:
         load = self._loads.get(size)
         if load is None:
             load = self._loads[size] = _Load()
-            smaller = max((other for other in self._loads if other < size), default=None)
-            if smaller is not None and (self._loads[smaller].gain or LEAST_GAIN) < LEAST_GAIN:
+            judged = [other for other in self._loads if other < size and self._loads[other].gain is not None]
+            if judged and (self._loads[max(judged)].gain or LEAST_GAIN) < LEAST_GAIN:
                 # What does not pay for fewer will hardly pay for more.
                 _begin_rest(load, SHORTEST_REST)
         return load
@@ -186,7 +180,8 @@ class Payoff:
 
 
 def _gain(load: _Load) -> float:
-    return load.sums.efficiency / (load.plain.efficiency if load.plain.steps else 1.0)
+    is_plain_known = load.plain.steps >= PLAIN_STEPS
+    return load.sums.efficiency / (load.plain.efficiency if is_plain_known else 1.0)
 
 
 def _begin_rest(load: _Load, num_steps: int) -> None:

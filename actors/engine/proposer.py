@@ -55,18 +55,21 @@ class NgramProposer:
 
     After a lookup whose first token was rejected the next 1, 2, 4, … 64 steps make none; one accepted
     token ends the series.
+
+    Args:
+        acceptance: expected of its lookups, by how those of others fared.
     """
 
     __slots__ = ("_config", "_index", "_misses", "_pause", "_proposal", "_proposed_at", "acceptance")
 
-    def __init__(self, config: NgramConfig) -> None:
+    def __init__(self, config: NgramConfig, acceptance: float = 0.5) -> None:
         self._config = config
         self._index: NgramIndex | None = None
         self._misses = 0
         self._pause = 0
         self._proposal: list[int] = []
         self._proposed_at = -1
-        self.acceptance = AcceptanceEstimate(prior=0.5, prior_trials=2.0, decay=0.9)
+        self.acceptance = AcceptanceEstimate(prior=acceptance, prior_trials=2.0, decay=0.9)
 
     def propose(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Candidates for the positions after ``token_ids``; the same answer until tokens are appended."""

@@ -10,7 +10,7 @@ from paceline.actors.engine.attached_draft import Draft, NextStep
 from paceline.actors.engine.config import Hardware, TargetEngineConfig
 from paceline.actors.engine.draft_demand import UNKNOWN_PACE, DraftPace, draft_pays, faded
 from paceline.actors.engine.drafts import DraftBook
-from paceline.actors.engine.estimates import MAX_ACCEPTANCE, StepCostModel
+from paceline.actors.engine.estimates import MAX_ACCEPTANCE, AcceptanceEstimate, StepCosts
 from paceline.actors.engine.messages import DraftLaw
 from paceline.actors.engine.pacing import (
     Awaited,
@@ -59,8 +59,10 @@ class Speculator:
     def __init__(self, config: TargetEngineConfig, book: DraftBook) -> None:
         self._config = config
         self._book = book
-        self.step_cost = StepCostModel()
-        self.payoff = Payoff(self.step_cost)
+        self.step_cost = StepCosts()
+        self.payoff = Payoff()
+        self.lookup_acceptance = AcceptanceEstimate(prior=0.5)
+        """Of the lookups of all sequences."""
         self.probe = OverlapProbe(config.hardware)
         self._best_tails: dict[tuple[str, int, int], TailLengths] = {}
         """Memo of one step: (draft, acceptance in 1/32, limit) -> best tails."""
@@ -92,11 +94,11 @@ class Speculator:
             elapsed: seconds since the last step ended.
         """
         proposals: dict[TargetSequence, Proposal] = {}
-        num_pending = 0
-        num_decoding = 0
+        num_prompt_tokens = num_decoding = 0
         for sequence in running:
-            num_pending += sequence.num_pending_tokens
-            if sequence.is_decoding:
+            if not sequence.is_decoding:
+                num_prompt_tokens += sequence.num_pending_tokens
+            else:
                 num_decoding += 1
                 if sequence.tail_limit > 0:
                     self._note_lateness(sequence)
@@ -106,14 +108,14 @@ class Speculator:
         if not proposals or self._config.num_speculative_tokens is not None or not self.step_cost.known:
             return proposals
         # Pending tokens without a proposal, and prompt chunks, are computed in any case.
-        base_tokens = min(num_pending, self._config.max_num_batched_tokens)
+        num_prompt_tokens = min(num_prompt_tokens, self._config.max_num_batched_tokens - num_decoding)
         counts = allocate_tails(
             [len(proposal.token_ids) for proposal in proposals.values()]
             + [0] * (num_decoding - len(proposals)),
             [proposal.acceptance for proposal in proposals.values()]
             + [0.0] * (num_decoding - len(proposals)),
-            base_tokens,
-            self.step_cost,
+            num_decoding + num_prompt_tokens,
+            self.step_cost.beside(num_decoding, num_prompt_tokens),
             elapsed,
         )
         return {
@@ -185,14 +187,16 @@ class Speculator:
             num_growing += 1
             patience = min(patience, deadline - now)
             awaited.append(Awaited(num_ready, limit, acceptance, first, next_step.expected))
+        num_decoding = sum(sequence.is_decoding for sequence in running)
+        num_prompt_tokens = sum(item.num_pending for item in awaited) - num_decoding
         if num_without:
-            patience = min(patience, self.step_cost(sum(i.num_pending for i in awaited)) - elapsed)
+            patience = min(patience, self.step_cost.plain(num_decoding, num_prompt_tokens) - elapsed)
         if not num_growing or patience <= 0.0:
             return 0.0
         if self._config.num_speculative_tokens is not None and not num_without:
             wait = next_arrival(awaited)
         else:
-            wait = go_or_wait(awaited, elapsed, self.step_cost)
+            wait = go_or_wait(awaited, elapsed, self.step_cost.beside(num_decoding, num_prompt_tokens))
         if wait == 0.0:
             return 0.0
         # A little longer than expected, so that the usual jitter does not cost another look.
@@ -201,10 +205,17 @@ class Speculator:
 
     # ------------------------------------------------------------------ after the step
 
-    def record_step(self, num_tokens: int, seconds: float, draft_running: bool) -> None:
+    def record_step(
+        self,
+        num_decoding: int,
+        num_tail_tokens: int,
+        num_prompt_tokens: int,
+        seconds: float,
+        draft_running: bool,
+    ) -> None:
         contended = draft_running and self.probe.hardware is not Hardware.SEPARATE
-        self.step_cost.record(num_tokens, seconds, disturbed=contended)
-        self.probe.record(num_tokens, draft_running, seconds)
+        self.step_cost.record(num_decoding, num_tail_tokens, num_prompt_tokens, seconds, disturbed=contended)
+        self.probe.record(num_decoding + num_tail_tokens + num_prompt_tokens, draft_running, seconds)
         self._best_tails.clear()
 
     def update_windows(self, running: Sequence[TargetSequence], now: float) -> None:
@@ -228,6 +239,8 @@ class Speculator:
         waits_for_prompts = self.probe.hardware is not Hardware.SEPARATE and any(
             not sequence.is_decoding for sequence in running
         )
+        # But while nobody knows whether hardware is common, one at a time does not wait, so that it shows.
+        is_probe_due = self.probe.hardware is Hardware.AUTO
         awake: set[str] = set()
         for sequence in running:
             draft = self._book.draft_of(sequence)
@@ -236,10 +249,11 @@ class Speculator:
             best = self._best_tails_of(sequence, draft, num_sequences)
             sequence.tail_target = best.fresh
             window = branch_tokens = 0
-            if best.ready and waits_for_prompts and _may_wait(sequence, sequence.drafting):
+            waits = waits_for_prompts and not is_probe_due and _may_wait(sequence, sequence.drafting)
+            if best.ready:
                 awake.add(draft.peer)
-            elif best.ready:
-                awake.add(draft.peer)
+            if best.ready and not waits:
+                is_probe_due = False
                 window = draft_window(
                     best.ready,
                     draft.seconds_per_token,

@@ -143,7 +143,7 @@ class TargetEngine:
         for size in [size for size in MEASURED_SIZES if size <= most] * MEASURED_REPEATS:
             started = self._clock()
             self._runner.forward([SequenceSlice([0] * size, 0, table, size)])
-            self._speculator.step_cost.record(size, self._clock() - started)
+            self._speculator.step_cost.record(1, size - 1, 0, self._clock() - started)
         self._blocks.free(table)
 
     # ------------------------------------------------------------------ the step
@@ -191,16 +191,20 @@ class TargetEngine:
             return
         self._update(plan, proposals, verifications)
         self._step_seconds = self._clock() - started
-        # First what such a step takes, then what it was worth: a size may be new.
-        self._speculator.record_step(plan.num_tokens, self._step_seconds, draft_running)
-        num_decoded = sum(isinstance(item, Verification) and bool(item.token_ids) for item in verifications)
         num_drafted = sum(len(item.tail) for item in plan.scheduled)
+        num_decoding = sum(item.num_tokens == 1 for item in plan.scheduled)
+        num_prompt = plan.num_tokens - num_drafted - num_decoding
+        # First what such a step takes, then what it was worth: a size may be new.
+        self._speculator.record_step(num_decoding, num_drafted, num_prompt, self._step_seconds, draft_running)
         self._speculator.payoff.record(
             num_running=num_running,
-            num_sequences=num_decoded,
+            num_sequences=sum(
+                isinstance(item, Verification) and bool(item.token_ids) for item in verifications
+            ),
             num_tokens=self._num_committed - num_committed,
-            num_prefill_tokens=plan.num_tokens - num_drafted - num_decoded,
+            num_prompt_tokens=num_prompt,
             seconds=self._clock() - self._round_started,
+            plain_seconds=self._speculator.step_cost.plain(num_decoding, num_prompt),
             drafting=drafting,
             draftable=any(item.sequence.drafting is not None for item in plan.scheduled),
         )
@@ -269,6 +273,7 @@ class TargetEngine:
                 self._num_lookup += num_drafted
                 self._num_accepted_lookup += num_accepted
                 sequence.proposer.record(num_drafted, verification.num_accepted)
+                self._speculator.lookup_acceptance.record(num_drafted, verification.num_accepted)
         self._output(sequence.gateway).committed.append(
             Committed(
                 sequence_id=sequence.sequence_id,
@@ -359,7 +364,7 @@ class TargetEngine:
             peer,
             event,
             max_tail=tail_limit if bound is None else min(bound, tail_limit),
-            proposer=NgramProposer(self._config.ngram),
+            proposer=NgramProposer(self._config.ngram, self._speculator.lookup_acceptance.rate),
             processors=processors,
             matcher=matcher,
             now=now,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from paceline.actors.engine.config import Hardware, NgramConfig, TargetEngineConfig
-from paceline.actors.engine.estimates import StepCostModel
+from paceline.actors.engine.drafts import DraftBook
 from paceline.actors.engine.payoff import LONGEST_REST, PLAIN_STEPS, SHORTEST_REST, Payoff
+from paceline.actors.engine.sequence import TargetSequence
 from tests.engine.simulation import Simulation
 from tests.engine.test_run_ahead import DRAFT, TARGET, rate, submit
 
@@ -26,10 +28,7 @@ class Steps:
     """
 
     def __init__(self, gain: Callable[[], float], num_sequences: int = 8, deviation: float = 0.0) -> None:
-        cost = StepCostModel()
-        for size in (1, 64, 256):
-            cost.record(size, STEP_SECONDS)
-        self.payoff = Payoff(cost)
+        self.payoff = Payoff()
         self.gain = gain
         self.num_sequences = num_sequences
         self.deviation = deviation / num_sequences**0.5
@@ -47,8 +46,9 @@ class Steps:
                 num_running=self.num_sequences,
                 num_sequences=self.num_sequences,
                 num_tokens=tokens,
-                num_prefill_tokens=0,
+                num_prompt_tokens=0,
                 seconds=3 * seconds / self.gain() if drafting else seconds,
+                plain_seconds=STEP_SECONDS,
                 drafting=drafting,
             )
             self.drafted.append(drafting)
@@ -109,8 +109,9 @@ def test_a_rest_is_not_over_by_steps_of_requests_that_want_no_drafts() -> None:
             num_running=8,
             num_sequences=8,
             num_tokens=8,
-            num_prefill_tokens=0,
+            num_prompt_tokens=0,
             seconds=0.022,
+            plain_seconds=STEP_SECONDS,
             drafting=False,
             draftable=False,
         )
@@ -141,6 +142,37 @@ def test_others_are_given_a_try_before_a_long_rest_is_over() -> None:
     assert not steps.payoff.resting
 
 
+def record_plain(steps: Steps, *, num_prompt_tokens: int, seconds: float) -> None:
+    count = steps.num_sequences
+    steps.payoff.record(
+        num_running=count,
+        num_sequences=count,
+        num_tokens=count,
+        num_prompt_tokens=num_prompt_tokens,
+        seconds=seconds,
+        plain_seconds=STEP_SECONDS,
+        drafting=False,
+    )
+
+
+def test_steps_that_read_prompts_before_drafts_begin_are_no_yardstick() -> None:
+    """They take long for their prompts, and by what a size is thought to cost before it was met."""
+    steps = Steps(lambda: 0.8)
+    for _ in range(4):
+        record_plain(steps, num_prompt_tokens=4000, seconds=0.25)
+    steps.run(1000)
+    assert steps.payoff.gain == pytest.approx(0.8, rel=0.02)
+    assert steps.run(2000) < 0.1
+
+
+def test_a_plain_step_or_two_do_not_make_a_yardstick() -> None:
+    steps = Steps(lambda: 1.2)
+    for _ in range(2):
+        record_plain(steps, num_prompt_tokens=0, seconds=0.1)
+    steps.run(2000)
+    assert steps.drafted.count(False) == PLAIN_STEPS
+
+
 @pytest.mark.parametrize("num_sequences", [1, 16])
 def test_chance_alone_puts_good_drafts_to_rest_but_rarely(num_sequences: int) -> None:
     steps = Steps(lambda: 1.2, num_sequences, deviation=0.5)
@@ -162,6 +194,38 @@ def speed_of(*, drafted: bool, message_seconds: float) -> tuple[float, float]:
     run.run()
     run.target.check_invariants()
     return rate(run, ["a"]), run.target.snapshot().drafting_gain
+
+
+def test_while_drafts_rest_nobody_is_told_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    resting = False
+    told: list[tuple[str, int]] = []
+    report = DraftBook.report
+
+    def spied(self: DraftBook, sequence: TargetSequence, window: int, *rest: Any) -> None:
+        told.append((sequence.sequence_id, window))
+        report(self, sequence, window, *rest)
+
+    monkeypatch.setattr(Payoff, "resting", property(lambda self: resting))
+    monkeypatch.setattr(DraftBook, "report", spied)
+    config = TargetEngineConfig(hardware=Hardware.SEPARATE, ngram=NgramConfig(enabled=False))
+    run = Simulation(TARGET, DRAFT, config)
+    run.submit(submit("a", 400))
+    run.run_on(0.5)
+    assert max(window for _, window in told) > 0
+    resting = True
+    run.run_on(0.1)  # the first step of the rest tells all that were asked for something
+    assert told[-1] == ("a", 0)
+    told.clear()
+    run.submit(submit("b", 400), 0.7)
+    run.run_on(0.5)
+    assert told == []
+    assert run.target.snapshot().num_running == 2
+    resting = False
+    run.run_on(0.2)
+    assert {name for name, window in told if window} == {"a", "b"}
+    run.run()
+    run.target.check_invariants()
+    assert {len(run.tokens[name]) for name in "ab"} == {400}
 
 
 def test_costs_that_no_forecast_knows_end_drafting() -> None:

@@ -141,6 +141,18 @@ def test_new_prompts_do_not_cost_a_stream_its_tails() -> None:
         assert busy.finished_at[f"new {index}"] - 0.05 * index < 0.085
 
 
+def test_hardware_shows_although_prompts_are_always_being_read() -> None:
+    """Answers are too short for a draft to be begun while the target reads prompts, but for one at a time."""
+    config = TargetEngineConfig(ngram=NgramConfig(enabled=False), max_num_batched_tokens=256)
+    run = Simulation(TARGET, DRAFT, config)
+    for index in range(60):
+        run.submit(submit(f"b{index}", 14, prompt=600), index * 0.05)
+    run.run()
+    found = run.target.snapshot()
+    assert found.hardware is Hardware.SEPARATE
+    assert found.num_accepted_tokens_total > 200
+
+
 def test_a_large_batch_after_small_ones_is_waited_for() -> None:
     """A draft whose step takes 0.5 ms a sequence: with one it is fast, with many it is not late."""
     draft = DRAFT + "&free_tokens=1&per_token_ms=0.5"
