@@ -8,7 +8,13 @@ import random
 import pytest
 
 from paceline.actors.engine.config import Hardware
-from paceline.actors.engine.estimates import AcceptanceEstimate, RecentMedian, StepCostModel, token_bucket
+from paceline.actors.engine.estimates import (
+    AcceptanceEstimate,
+    RecentMedian,
+    StepCostModel,
+    StepCosts,
+    token_bucket,
+)
 from paceline.actors.engine.pacing import (
     Awaited,
     OverlapProbe,
@@ -217,6 +223,44 @@ def test_step_cost_interpolates_and_never_falls() -> None:
     assert flat(1) == pytest.approx(0.025), "but never below its share"
     values = [cost(n) for n in range(1, 40)]
     assert values == sorted(values)
+
+
+def test_a_tail_token_is_not_priced_like_one_of_a_prompt() -> None:
+    """Decoding costs 100 + 6 per token past 10, a prompt's token 3."""
+    cost = StepCosts()
+    assert not cost.known
+    cost.record(0, 0, 200, 700.0)
+    assert cost.known
+    assert cost(200) == 700.0, "better than nothing"
+    for size in (1, 10, 14, 16):
+        cost.record(size, 0, 0, 100.0 + 6.0 * max(size - 10, 0))
+    for prompt in (48, 496):
+        cost.record(16, 0, prompt, 136.0 + 3.0 * prompt)
+    assert cost(64) == pytest.approx(424.0), "prompts of that size took less, and say nothing"
+    assert cost.plain(16, 0) == 136.0
+    assert cost.plain(16, 48) == pytest.approx(280.0)
+    beside = cost.beside(16, 48)
+    assert beside(64) == pytest.approx(280.0)
+    assert beside(64 + 8) == pytest.approx(280.0 + 48.0)
+    assert cost.beside(16, 0)(24) == cost(24)
+
+
+def test_the_tails_of_a_step_are_not_charged_to_its_prompts() -> None:
+    cost = StepCosts()
+    for size in (1, 4, 8):
+        cost.record(size, 0, 0, 10.0 * size)
+    cost.record(2, 6, 30, 110.0)
+    assert cost.plain(2, 30) == pytest.approx(50.0)
+
+
+def test_past_what_was_measured_verifying_costs_no_less_than_reading() -> None:
+    cost = StepCosts()
+    for size in (1, 8):
+        cost.record(size, 0, 0, 20.0)
+    for prompt in (1, 504, 1004):
+        cost.record(8, 0, prompt, 20.0 + 0.1 * prompt)
+    assert cost(8) == 20.0
+    assert cost(512) == pytest.approx(20.0 + 0.1 * 503, rel=0.01)
 
 
 def test_acceptance_follows_what_happens() -> None:

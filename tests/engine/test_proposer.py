@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from paceline.actors.engine.config import NgramConfig
+from paceline.actors.engine.batch import SequenceSlice
+from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
 from paceline.actors.engine.proposer import MAX_PAUSE_ROUNDS, NgramIndex, NgramProposer
+from paceline.actors.engine.target_engine import TargetEngine
+from tests.engine.fakes import Clock, HashRunner, make_submit
 
 
 def scan(token_ids: list[int], min_n: int, max_n: int, num_tokens: int) -> list[int]:
@@ -98,3 +102,25 @@ def test_asking_twice_gives_the_same_answer_and_costs_no_pause() -> None:
 def test_off_means_off() -> None:
     assert NgramProposer(NgramConfig(enabled=False)).propose([1, 1, 1], 4) == []
     assert NgramProposer(NgramConfig()).propose([1, 1, 1], 0) == []
+
+
+def test_a_newcomer_begins_with_what_lookups_of_others_were_worth() -> None:
+    """The model does not say again what followed a token before: after some sequences nobody believes it."""
+    clock = Clock()
+
+    def pass_time(batch: Sequence[SequenceSlice]) -> None:
+        clock.advance(0.02 + 0.006 * sum(len(item.token_ids) for item in batch))
+
+    config = TargetEngineConfig(ngram=NgramConfig(min_n=1, max_n=2))
+    target = TargetEngine(HashRunner(on_forward=pass_time), config, clock)
+    target.measure_step_costs()
+    lookups: list[int] = []
+    for index in range(24):
+        before = target.snapshot().num_lookup_tokens_total
+        event = make_submit(str(index), range(32), max_tokens=6, temperature=1.0, seed=index)
+        target.submit("gateway", event)
+        while target.snapshot().num_running + target.snapshot().num_waiting:
+            target.step()
+        lookups.append(target.snapshot().num_lookup_tokens_total - before)
+    assert sum(lookups[:4]) > 0
+    assert sum(lookups[-12:]) < sum(lookups[:12]) / 3
