@@ -39,7 +39,16 @@ class AcceptanceEstimate:
     a + 1 trials (what came after the first rejection says nothing), one accepted whole is k.
     """
 
-    __slots__ = ("_accepted", "_decay", "_trials", "num_accepted", "num_trials", "optimistic", "rate")
+    __slots__ = (
+        "_accepted",
+        "_decay",
+        "_trials",
+        "cautious",
+        "num_accepted",
+        "num_trials",
+        "optimistic",
+        "rate",
+    )
 
     def __init__(self, prior: float = 0.7, prior_trials: float = 4.0, decay: float = 0.96) -> None:
         self._accepted = prior * prior_trials
@@ -52,6 +61,9 @@ class AcceptanceEstimate:
         self.optimistic = prior
         """The rate and half a standard error. To decide by it tries what little is known of: a few early
         rejections do not end speculation for good."""
+        self.cautious = prior
+        """The rate less half a standard error. Of several things little known, those that seem best are worse
+        than they seem."""
         self._update()
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
@@ -72,6 +84,7 @@ class AcceptanceEstimate:
         self.rate = min(max(self._accepted / self._trials, MIN_ACCEPTANCE), MAX_ACCEPTANCE)
         error = math.sqrt(self.rate * (1.0 - self.rate) / self._trials)
         self.optimistic = min(self.rate + 0.5 * error, MAX_ACCEPTANCE)
+        self.cautious = max(self.rate - 0.5 * error, MIN_ACCEPTANCE)
 
 
 def token_bucket(num_tokens: int) -> int:

@@ -346,7 +346,7 @@ class Speculator:
             if best is None or expected_tokens(acceptance, len(lookup)) > expected_tokens(
                 best.acceptance, len(best.token_ids)
             ):
-                best = Proposal(lookup, False, acceptance)
+                best = Proposal(lookup, False, sequence.proposer.acceptance.cautious)
         return best
 
     def _best_tails_of(self, sequence: TargetSequence, draft: Draft, num_sequences: int) -> TailLengths:

@@ -263,6 +263,13 @@ def test_past_what_was_measured_verifying_costs_no_less_than_reading() -> None:
     assert cost(512) == pytest.approx(20.0 + 0.1 * 503, rel=0.01)
 
 
+def test_what_is_little_known_is_taken_for_better_and_for_worse() -> None:
+    new = AcceptanceEstimate(prior=0.7, prior_trials=2.0)
+    old = AcceptanceEstimate(prior=0.7, prior_trials=50.0)
+    assert new.cautious < old.cautious < 0.7 < old.optimistic < new.optimistic
+    assert old.rate - old.cautious == pytest.approx(old.optimistic - old.rate)
+
+
 def test_acceptance_follows_what_happens() -> None:
     estimate = AcceptanceEstimate(prior=0.7)
     assert estimate.rate == pytest.approx(0.7)
