@@ -30,6 +30,8 @@ PLAIN_KNOWN_STEPS = 4096
 """Steps for which it is known."""
 SHORTEST_REST, LONGEST_REST = 64, 1024
 """Steps; each trial that fails doubles the rest."""
+TRIAL_SHARE = 0.02
+"""Of the time that trials may lose: where one loses much, what follows is longer from the start."""
 FEW_SEQUENCES = 8
 DEVIATION = 0.5
 """Of the tokens that a sequence commits in a step with drafts, relative to their mean."""
@@ -75,6 +77,8 @@ class _Load:
     sums: _Sums = field(default_factory=_Sums)
     """With drafts."""
     gain: float | None = None
+    least_rest: int = SHORTEST_REST
+    """What the last trial was worth."""
     next_rest: int = SHORTEST_REST
     rest_left: int = 0
     num_rested: int = 0
@@ -163,7 +167,7 @@ class Payoff:
             judged = [other for other in self._loads if other < size and self._loads[other].gain is not None]
             if judged and (self._loads[max(judged)].gain or LEAST_GAIN) < LEAST_GAIN:
                 # What does not pay for fewer will hardly pay for more.
-                _begin_rest(load, SHORTEST_REST)
+                _begin_rest(load, self._loads[max(judged)].least_rest)
         return load
 
     def _judge(self, load: _Load, error: float) -> None:
@@ -173,8 +177,10 @@ class Payoff:
             if load.gain < SURE_GAIN:
                 _begin_rest(load, PLAIN_STEPS)
         elif load.gain < LEAST_GAIN - error:
-            _begin_rest(load, load.next_rest)
-            load.next_rest = min(2 * load.next_rest, LONGEST_REST)
+            load.least_rest = _least_rest(load.sums, load.gain)
+            rest = max(load.next_rest, load.least_rest)
+            _begin_rest(load, rest)
+            load.next_rest = min(2 * rest, LONGEST_REST)
         elif load.gain > LEAST_GAIN:
             load.next_rest = SHORTEST_REST
 
@@ -182,6 +188,13 @@ class Payoff:
 def _gain(load: _Load) -> float:
     is_plain_known = load.plain.steps >= PLAIN_STEPS
     return load.sums.efficiency / (load.plain.efficiency if is_plain_known else 1.0)
+
+
+def _least_rest(sums: _Sums, gain: float) -> int:
+    """Plain steps of which those that a trial has lost are no more than ``TRIAL_SHARE``."""
+    num_plain = sums.steps * sums.foretold / sums.rounds
+    lost = num_plain * max(1.0 - gain, 0.0)
+    return min(max(round(lost / TRIAL_SHARE), SHORTEST_REST), LONGEST_REST)
 
 
 def _begin_rest(load: _Load, num_steps: int) -> None:
@@ -194,7 +207,11 @@ def _pass_rest(load: _Load, num_running: int) -> None:
         return
     load.rest_left -= 1
     load.num_rested += 1
-    if num_running <= FEW_SEQUENCES and load.num_rested >= SHORTEST_REST and load.num_arrivals >= num_running:
+    if (
+        num_running <= FEW_SEQUENCES
+        and load.num_rested >= load.least_rest
+        and load.num_arrivals >= num_running
+    ):
         # None of those that the drafts were judged by is left. (Large crowds are all alike.)
         load.rest_left = 0
     if not load.rest_left:
