@@ -131,3 +131,11 @@ class Outcome:
     def tokens_per_second(self) -> float:
         """All tokens over all the time."""
         return sum(item.reply.num_tokens for item in self.answered) / self.seconds
+
+
+def turns(names: list[str], round_number: int) -> list[str]:
+    """Who comes when: everybody is first in turn, and every other round goes backwards, so that nobody always
+    follows the same one. (A service whose processes have stood idle is slow for a second or two.)"""
+    shift = round_number % len(names)
+    order = names[shift:] + names[:shift]
+    return order[::-1] if round_number % 2 else order

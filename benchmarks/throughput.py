@@ -36,7 +36,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.loads import FixedConcurrency, Load, PoissonArrivals
+from benchmarks.loads import FixedConcurrency, Load, PoissonArrivals, turns
 from benchmarks.prompts import BenchPrompt, chat_texts, encoded, spec_bench
 from benchmarks.report import load_average
 from benchmarks.throughput_report import Cell, report
@@ -217,8 +217,7 @@ async def measure(settings: Settings, addresses: Mapping[str, str]) -> list[Cell
                 for load in settings.loads(round_number):
                     chosen = pool.take(settings.num_requests(load))
                     names = [name for name, item in contenders.items() if _can_take(item, load)]
-                    shift = round_number % len(names)
-                    for name in names[shift:] + names[:shift]:
+                    for name in turns(names, round_number):
                         progress.update(
                             bar,
                             description=f"round {round_number + 1}/{settings.rounds}, {load.name}, {name}",

@@ -1,6 +1,7 @@
 """What the benchmarks rest on: how loads are sent, how a server is read, what a table says."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 
@@ -8,7 +9,7 @@ import httpx
 import pytest
 
 from benchmarks.contenders import OpenAIServer
-from benchmarks.loads import Answered, FixedConcurrency, Outcome, PoissonArrivals, Reply
+from benchmarks.loads import Answered, FixedConcurrency, Outcome, PoissonArrivals, Reply, turns
 from benchmarks.prompts import BenchPrompt
 from benchmarks.throughput_report import Cell, acceptance, percentiles, throughput_ratios
 
@@ -145,6 +146,16 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentiles([]) is None
     assert percentiles([3.0]) == {"p50": 3.0, "p90": 3.0}
     assert percentiles([float(number) for number in range(10, 0, -1)]) == {"p50": 5.0, "p90": 9.0}
+
+
+def test_everybody_is_first_in_turn_and_follows_each_other_one() -> None:
+    names = ["adaptive", "off", "fixed"]
+    orders = [turns(names, number) for number in range(6)]
+    assert all(sorted(order) == sorted(names) for order in orders)
+    assert {order[0] for order in orders} == set(names)
+    followed = {(before, after) for order in orders for before, after in itertools.pairwise(order)}
+    assert followed == {(before, after) for before in names for after in names if before != after}
+    assert turns(["off"], 3) == ["off"]
 
 
 def test_acceptance_is_over_all_replies_and_unknown_without_rounds() -> None:
