@@ -294,6 +294,7 @@ class Gateway:
         if sequence is None or message.epoch != sequence.epoch:
             self._num_ignored_messages += 1
             return
+        has_begun = target.has_begun(sequence)
         self._release(sequence)
         sequence.speculation.add(message.speculation)
         if sequence.stopping:
@@ -309,6 +310,8 @@ class Gateway:
             self._fail(sequence, sequence.limit.exceeded())
         elif message.reason is FinishReason.CANCELLED or not target.load.accepting:
             # Not cancelled by us: the target is leaving and gives its sequences back.
+            if not has_begun:  # it may not have said yet that it leaves
+                sequence.refused_by.add(target.target_id)
             self._replace(sequence)
         elif not sequence.failed_before:
             # Perhaps the target's fault. A second failure, elsewhere where there is elsewhere, is the

@@ -93,7 +93,11 @@ class AttachedTarget:
     @property
     def not_begun(self) -> list[Sequence]:
         """Sequences that would lose nothing by going elsewhere: they queue there, or their prompts do."""
-        return [item for item in self.sequences.values() if item.sequence_id not in self._begun]
+        return [item for item in self.sequences.values() if not self.has_begun(item)]
+
+    def has_begun(self, sequence: Sequence) -> bool:
+        """Whether tokens of it have come from here."""
+        return sequence.sequence_id in self._begun
 
     @property
     def queued(self) -> list[Sequence]:

@@ -347,7 +347,10 @@ class TargetEngine:
                 self._output(peer).finished.append(finished)
                 return
         if self._draining:
-            self._refuse(peer, event, "the target is leaving", resource_exhausted=True)
+            # Its gateway has not heard of it yet. Nothing is full: given back, it may wait for another.
+            self._num_finished += 1
+            given_back = Finished(event.sequence_id, event.epoch, FinishReason.CANCELLED, SpeculationStats())
+            self._output(peer).finished.append(given_back)
             return
         if self._scheduler.num_queued >= self._config.max_num_waiting:
             self._refuse(

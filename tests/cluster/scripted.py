@@ -68,6 +68,8 @@ class ScriptedLink:
         self.events = events
         self.refuses = refuses
         self.open_gate = asyncio.Event()
+        self.submitted = asyncio.Event()
+        """Set with its first sequence."""
         if not held:
             self.open_gate.set()
         self.dead = False
@@ -89,6 +91,7 @@ class ScriptedLink:
         if self.dead:
             raise PeerLostError(f"{self.target_id}: gone")
         self.submits.append(submit)
+        self.submitted.set()
 
     def cancel(self, cancel: Cancel) -> None:
         self.cancels.append(cancel)

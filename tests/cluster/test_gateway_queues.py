@@ -46,6 +46,30 @@ async def test_what_has_not_begun_on_a_draining_target_begins_elsewhere_at_once(
     assert_clean(targets)
 
 
+async def test_what_a_leaving_target_gives_back_unbegun_waits_for_another() -> None:
+    """It was sent there before the target had said that it leaves, and no other was there yet."""
+    targets = ScriptedTargets(resume_timeout_seconds=5.0)
+    await targets.attach("a")
+    request = checked(max_tokens=4)
+    with targets.gateway.open(request) as stream:
+        old = targets.links["a"]
+        (given,) = old.submits
+        old.finish(given, FinishReason.CANCELLED)
+        assert len(old.submits) == 1, "not to the same one again"
+        assert targets.gateway.snapshot().num_waiting == 1
+        old.report(0, draining=True)
+        await targets.attach("a", "b")
+        new = targets.links["b"]
+        async with asyncio.timeout(4.0):
+            await new.submitted.wait()
+        new.commit(new.submits[0], 4)
+        new.finish(new.submits[0])
+        assert await collect(stream) == completion(request, 4)
+        assert len(old.submits) == 1
+    assert_clean(targets)
+    await targets.gateway.close()
+
+
 async def test_what_queues_goes_to_a_target_that_comes_later(targets: ScriptedTargets) -> None:
     await targets.attach("a")
     request = checked(max_tokens=4)

@@ -338,7 +338,7 @@ def test_full_queue_and_draining() -> None:
     assert network.target.load().draining
     network.run()
     network.submit(make_submit("d"))
-    assert finished_of(network, "d").resource_exhausted
+    assert finished_of(network, "d").reason is FinishReason.CANCELLED, "given back, not refused"
     check_end(network, TARGET, kept)
 
 
