@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from paceline.actors.engine.noise import (
     words_of_blocks,
 )
 from paceline.actors.engine.truncation import Cut, Logits, highest_bound
+
+Numbers = TypeVar("Numbers", float, FloatArray)
 
 _BLOCKS_PER_CHUNK: Final = 12_800
 """Calls of the generator at once. Its arrays of 100 KiB stay in the cache, call overhead is small, and the
@@ -97,9 +99,7 @@ def _winner_of_few(
         return None
     leader, score = best_id, gumbel_of_number(bits_of_token(seed, position, best_id))
     if ids is None:
-        slack = 1e-3 * temperature + 1e-6 * abs(best)
-        reachable = best - temperature * (MAX_GUMBEL - score) - slack
-        ids = np.flatnonzero(values >= np.float32(max(cut.logit, reachable)))
+        ids = np.flatnonzero(values >= np.float32(max(cut.logit, _reachable(best, temperature, score))))
     if len(ids) > _FEW_TOKENS:
         return None
     for token_id, value in zip(ids.tolist(), values[ids].tolist(), strict=True):
@@ -217,8 +217,7 @@ class Race:
         if missing := -logits.shape[1] % IDS_PER_CALL:
             logits = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)
         best, temperatures = self.best[rows], self.temperatures[rows]
-        slack = 1e-3 * temperatures + 1e-6 * np.abs(best)
-        reachable = best - temperatures * (MAX_GUMBEL - self.scores[rows]) - slack
+        reachable = _reachable(best, temperatures, self.scores[rows])
         thresholds = np.maximum(self.cut_logits[rows], reachable.astype(np.float32))
         # Four booleans seen as one integer: nonzero if any id of the block is at or above the threshold.
         in_reach = (logits >= thresholds[:, None]).view(np.uint32) != 0
@@ -307,6 +306,12 @@ class Race:
         self.leaders[self.scores > previous] = np.iinfo(np.int64).max
         winners = scores == self.scores[rows]
         np.minimum.at(self.leaders, rows[winners], token_ids[winners])
+
+
+def _reachable(best: Numbers, temperature: Numbers, score: Numbers) -> Numbers:
+    """The logit below which not even the highest noise makes up for ``score``, with a margin that outweighs
+    float32 rounding."""
+    return best - temperature * (MAX_GUMBEL - score) - (1e-3 * temperature + 1e-6 * abs(best))
 
 
 def _most_missing(lead: FloatArray) -> FloatArray:

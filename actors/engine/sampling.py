@@ -160,12 +160,12 @@ def _rows_of(host: Logits, rows: Sequence[int]) -> Logits:
 
 
 def _rows_to_host(logits: torch.Tensor, rows: Sequence[int]) -> Logits:
-    return np.ascontiguousarray(
-        _to_host(logits if len(rows) == len(logits) else _rows_on_device(logits, rows))
-    )
+    return np.ascontiguousarray(_to_host(_rows_on_device(logits, rows)))
 
 
 def _rows_on_device(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    if len(rows) == len(logits):
+        return logits
     return logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
 
 
@@ -184,7 +184,7 @@ def _best_ids_on_host(host: Logits, rows: Sequence[int]) -> list[int]:
 
 
 def _best_ids(logits: torch.Tensor, rows: Sequence[int]) -> list[int]:
-    wanted = logits if len(rows) == len(logits) else _rows_on_device(logits, rows)
+    wanted = _rows_on_device(logits, rows)
     device_ids = wanted.argmax(dim=1)
     maxima = wanted.gather(1, device_ids[:, None])[:, 0]
     best_ids: list[int] = device_ids.tolist()

@@ -348,9 +348,7 @@ class TargetEngine:
                 return
         if self._draining:
             # Its gateway has not heard of it yet. Nothing is full: given back, it may wait for another.
-            self._num_finished += 1
-            given_back = Finished(event.sequence_id, event.epoch, FinishReason.CANCELLED, SpeculationStats())
-            self._output(peer).finished.append(given_back)
+            self._refuse(peer, event, "", reason=FinishReason.CANCELLED)
             return
         if self._scheduler.num_queued >= self._config.max_num_waiting:
             self._refuse(
@@ -573,6 +571,7 @@ class TargetEngine:
         event: Submit,
         error: str,
         *,
+        reason: FinishReason = FinishReason.ERROR,
         invalid_argument: bool = False,
         resource_exhausted: bool = False,
     ) -> None:
@@ -580,7 +579,7 @@ class TargetEngine:
             Finished(
                 event.sequence_id,
                 event.epoch,
-                FinishReason.ERROR,
+                reason,
                 SpeculationStats(),
                 error=error,
                 invalid_argument=invalid_argument,
