@@ -158,6 +158,12 @@ class Pool:
                     return
                 await asyncio.sleep(0.01)
 
+    async def detached(self, draft: DraftActor) -> None:
+        """A target is rid of its drafts before they have heard of it: wait for the draft's own word."""
+        async with asyncio.timeout(10.0):
+            while (await draft.status())["targets"]:
+                await asyncio.sleep(0.01)
+
     async def client(
         self,
         target: TargetActor,

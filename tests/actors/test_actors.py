@@ -163,9 +163,8 @@ async def test_a_target_that_drains_is_drafted_for_to_the_end(pool: Any) -> None
     assert await running == [pool.greedy_reference(prompt, 300) for prompt in PROMPTS[:2]]
     await stopping
     await pool.until(lambda: not target.drafts)
-    status = await draft.status()
-    assert status["targets"] == {}
-    assert status["engine"]["num_sequences"] == 0
+    await pool.detached(draft)
+    assert (await draft.status())["engine"]["num_sequences"] == 0
 
 
 async def test_a_draft_that_stops_hands_its_sequences_to_another_at_once(pool: Any) -> None:
@@ -193,6 +192,7 @@ async def test_a_target_that_stops_at_once_gives_every_stream_a_status(pool: Any
         await pool.until(lambda: pool.gateway.lost)
     assert "is stopping" in pool.gateway.lost[target.spec.target_id]
     del pool.targets[target.spec.target_id]
+    await pool.detached(draft)
     status = await draft.status()
     assert status["engine"]["num_targets"] == 0
     assert status["engine"]["num_sequences"] == 0
