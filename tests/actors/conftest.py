@@ -161,7 +161,7 @@ class Pool:
     async def detached(self, draft: DraftActor) -> None:
         """A target is rid of its drafts before they have heard of it: wait for the draft's own word."""
         async with asyncio.timeout(10.0):
-            while (await draft.status())["targets"]:
+            while (await draft.status())["targets"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def client(
