@@ -61,7 +61,9 @@ class ModelSpec:
     """Whether weights may come from pickle files where there are no safetensors."""
     deterministic: bool | None = None
     """Batch-invariant numerics: logits do not depend on what else is in the step, to the bit. None = on a CPU
-    only, where it costs little."""
+    only, where it costs little, and not where steps are compiled."""
+    enforce_eager: bool = True
+    """False: steps of few tokens are compiled. They round otherwise, so that this is for drafts."""
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -73,6 +75,8 @@ class ModelSpec:
         fraction = self.kv_memory_fraction
         if fraction is not None and not 0.0 < fraction < 1.0:
             raise ModelError(f"kv_memory_fraction: must be between 0 and 1, got {fraction}")
+        if self.deterministic and not self.enforce_eager:
+            raise ModelError("enforce_eager: compiled steps are not deterministic: set it to true")
 
 
 class WarmableRunner(ModelRunner, Protocol):
@@ -199,6 +203,9 @@ def _load_transformers(
             spec.source,
             spec.dtype,
         )
+    if not spec.enforce_eager:
+        logger.info("model %s: compiling its steps of few tokens; this takes a minute or two", spec.source)
+        runner.compile()
     compiler = GrammarCompiler(_grammar_vocabulary(spec, source, tokenizer), runner.vocab_size)
     return LoadedModel(runner, vocabulary_hash(vocabulary), compiler, allotment, group)
 
@@ -223,7 +230,9 @@ def _load_runner(
     quantization = resolve_quantization(spec.quantization, device)
     dtype = resolve_dtype(spec.dtype, source, trust_remote_code=spec.trust_remote_code)
     config: Any = load_model_config(source, trust_remote_code=spec.trust_remote_code)
-    deterministic = device.type == "cpu" if spec.deterministic is None else spec.deterministic
+    deterministic = spec.deterministic
+    if deterministic is None:
+        deterministic = device.type == "cpu" and spec.enforce_eager
     if quantization != "none":
         logger.info("model %s: its large linear layers compute in %s", spec.source, quantization)
     group = None
@@ -253,6 +262,7 @@ def _load_runner(
         device=device,
         vocab_size=num_rows if num_ids is None else min(num_ids, num_rows),
         deterministic=deterministic,
+        enforce_eager=spec.enforce_eager,
         announce=group.announcer(spec.block_size) if group is not None and group.is_leader else None,
     )
     allotment = Allotment(

@@ -71,7 +71,9 @@ def draft_spec(config: PacelineConfig, draft_id: str) -> DraftSpec:
             pool.quantization,
             trust_remote_code=config.trust_remote_code,
             allow_pickled_weights=config.security.allow_pickled_weights,
-            deterministic=config.deterministic,
+            # Drafts of compiled steps are right without it: it is the targets' answer that is to be the same.
+            deterministic=config.deterministic if pool.enforce_eager else None,
+            enforce_eager=pool.enforce_eager,
         ),
         engine=DraftEngineConfig(
             max_num_seqs=pool.max_num_seqs,
@@ -93,6 +95,7 @@ def model_spec(
     trust_remote_code: bool,
     allow_pickled_weights: bool,
     deterministic: bool | None,
+    enforce_eager: bool = True,
 ) -> ModelSpec:
     """A pool's model. ``auto`` stands for bfloat16, as the configuration promises."""
     return ModelSpec(
@@ -109,4 +112,5 @@ def model_spec(
         trust_remote_code=trust_remote_code,
         allow_pickled_weights=allow_pickled_weights,
         deterministic=deterministic,
+        enforce_eager=enforce_eager,
     )

@@ -219,6 +219,9 @@ class DraftConfig(ModelPool):
     quantization: Literal["auto", "none", "int8"] = "auto"
     """int8: the large linear layers compute in 8-bit integers, on CPU only; auto = int8 where the device is a
     CPU that has instructions for it (AVX-512 VNNI), else none. Never changes what is served."""
+    enforce_eager: bool = True
+    """false: steps of few tokens are compiled by torch. This takes the draft a minute or two at its start,
+    needs a C++ compiler on CPUs, and makes its steps some 10 to 20 % faster. Never changes what is served."""
     max_branches: Annotated[int, Field(ge=0, le=MAX_BRANCHES)] = 32
     """Most likely corrections of a sequence for which a draft prepares a tail while the target verifies; 0 =
     none. Done with hardware of its own and verification: coupled, as far as its steps hardly get longer."""

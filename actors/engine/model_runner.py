@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from paceline.actors.engine.attention import ATTENTION_NAME, BACKENDS, PagedBatch, ShapeProbe
 from paceline.actors.engine.attention_plan import StepLayout
 from paceline.actors.engine.batch import SequenceSlice
+from paceline.actors.engine.compiled_step import MAX_COMPILED_TOKENS, CompiledStep
 from paceline.actors.engine.errors import ModelError, ShardGroupError
 from paceline.actors.engine.kv_cache import PagedKVCache, kv_block_bytes
 from paceline.actors.engine.memory import is_out_of_memory
@@ -51,6 +52,7 @@ class TransformersRunner:
         attention_backend: "paged", or "reference" (slow, one sequence after the other, in float32).
         deterministic: see above.
         vocab_size: number of token ids, if the tokenizer says that the output layer is padded; None = all.
+        enforce_eager: run every step eagerly. False: steps of few tokens are compiled by ``compile``.
         announce: called with each batch once it has been checked, right before it is computed: so the leader
             of a shard group tells the other ranks.
 
@@ -69,6 +71,7 @@ class TransformersRunner:
         attention_backend: str = "paged",
         deterministic: bool = True,
         vocab_size: int | None = None,
+        enforce_eager: bool = True,
         announce: Callable[[Sequence[SequenceSlice]], None] | None = None,
     ) -> None:
         if attention_backend not in BACKENDS:
@@ -86,6 +89,12 @@ class TransformersRunner:
         self._device = device
         self._model = model
         self._announce = announce
+        if not enforce_eager and (deterministic or announce is not None):
+            raise ModelError(
+                "enforce_eager: a compiled step is neither deterministic nor divided among ranks: set it to "
+                "true"
+            )
+        self._compiled: CompiledStep | None = None if enforce_eager else CompiledStep(model, device)
         if config._attn_implementation != ATTENTION_NAME:
             model.set_attn_implementation(ATTENTION_NAME)
         model.eval()
@@ -157,17 +166,20 @@ class TransformersRunner:
         wanted: np.typing.NDArray[np.int64] | None,
     ) -> torch.Tensor:
         attention = PagedBatch(self._cache, layout, reference=self._reference)
-        with self._attention_kernels():
-            output = self._model(
-                input_ids=token_ids[None],
-                position_ids=layout.positions[None],
-                use_cache=False,
-                logits_to_keep=0 if wanted is None else torch.from_numpy(wanted).to(self._device),
-                paged_batch=attention,
-            )
-        logits: torch.Tensor = output.logits[0]
+        if self._compiled is not None and layout.num_tokens <= MAX_COMPILED_TOKENS:
+            logits = self._compiled(token_ids, layout.positions, attention)
+        else:
+            with self._attention_kernels():
+                output = self._model(
+                    input_ids=token_ids[None],
+                    position_ids=layout.positions[None],
+                    use_cache=False,
+                    logits_to_keep=0 if wanted is None else torch.from_numpy(wanted).to(self._device),
+                    paged_batch=attention,
+                )
+            logits = output.logits[0]
         if wanted is not None and logits.shape[0] != len(wanted):
-            # A model that does not know logits_to_keep returns all rows.
+            # A compiled step returns all rows, and so does a model that does not know logits_to_keep.
             logits = logits[torch.from_numpy(wanted).to(self._device)]
         return _as_float32(logits[:, : self._vocab_size])
 
@@ -233,6 +245,22 @@ class TransformersRunner:
                 f"{self._device}: lower max_num_batched_tokens, or kv_cache (now {self.num_blocks} blocks)"
             ) from error
         return time.monotonic() - began
+
+    def compile(self) -> None:
+        """Compile the steps of few tokens, unless all are to be eager. Takes up to two minutes.
+
+        Uses any blocks of the cache: call it before the first sequence.
+
+        Raises:
+            ModelError: the model cannot be compiled here.
+        """
+        if self._compiled is None:
+            return
+        with self._compiled.compiling():
+            # The compiler makes one step for one token, and one for any other number of them.
+            for num_tokens in range(1, 1 + min(2, self._max_model_len, self.num_blocks * self.block_size)):
+                table = range(-(-num_tokens // self.block_size))
+                self.forward([SequenceSlice([0] * num_tokens, 0, table, num_tokens)])
 
     def _attention_kernels(self) -> contextlib.AbstractContextManager[None]:
         """On a GPU, for ``deterministic``: only kernels that never divide a row's keys among blocks by how

@@ -42,7 +42,8 @@ class PackedLinear(nn.Module):
             linear.in_features, linear.out_features, linear.weight.dtype, linear.bias is not None
         )
         # Laid out for few rows: a step of a few tokens is what is limited by memory.
-        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+        self.register_buffer("_packed", packed, persistent=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if self._pairs_single_row and rows.numel() == self.in_features:

@@ -45,11 +45,18 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.bias = None if linear.bias is None else linear.bias.detach().float()
-        codes, self._scales = quantize_weight(linear.weight.detach())
+        codes, scales = quantize_weight(linear.weight.detach())
         # Laid out for one row; the kernels use the same layout for any number of them.
-        self._packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(codes, [1, self.in_features])
-        self._zero_points = torch.zeros(self.out_features, dtype=torch.int64)
+        packed = torch.ops.onednn.qlinear_prepack(codes, [1, self.in_features])
+        self.bias: torch.Tensor | None
+        # Buffers, since a compiler takes no other tensors for constants.
+        for name, tensor in (
+            ("bias", None if linear.bias is None else linear.bias.detach().float()),
+            ("_packed", packed),
+            ("_scales", scales),
+            ("_zero_points", torch.zeros(self.out_features, dtype=torch.int64)),
+        ):
+            self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         rows = inputs.reshape(-1, self.in_features)
