@@ -19,7 +19,7 @@ from paceline.actors.identity import TargetIdentity
 from paceline.cluster.errors import OverloadedError, TargetFailedError, UnavailableError
 from paceline.cluster.placement import TargetLoad, choose_target
 from paceline.cluster.requests import CheckedRequest
-from paceline.cluster.sequence import Arrival, Sequence, SequenceResult
+from paceline.cluster.sequence import Arrival, Displacement, Sequence, SequenceResult, Wait
 from paceline.cluster.sequence_stream import SequenceStream
 from paceline.cluster.targets import AttachedTarget, Connector, TargetPool
 from paceline.cluster.time_limit import TimeLimit
@@ -30,6 +30,11 @@ REFUSED_RETRY_SECONDS = 0.25
 """A sequence that was running already and finds every target full asks again after this time."""
 
 _NOT_READY = "no target is ready; try again in a while"
+_CAUSES = {
+    Displacement.LOST: "the target was lost",
+    Displacement.GIVEN_BACK: "the target is leaving",
+    Displacement.MOVED: "a new target did not take the request from another's queue",
+}
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,11 @@ class GatewaySettings:
     """Times in seconds."""
 
     resume_timeout_seconds: float = 9.0
-    """How long a request that lost its target waits for another one."""
+    """How long a request that had a target waits for another one: in all, until it makes progress."""
     attach_grace_seconds: float = 2.0
     """How long a new request waits while the first targets are being dialled."""
     cold_start_timeout_seconds: float = 300.0
-    """How long a new request waits for a target pool to wake that had gone to sleep."""
+    """How long a request that has not begun waits for a target pool to wake that had gone to sleep."""
     request_timeout_seconds: float | None = None
     """Longest life of a request that brings no shorter limit; None = as long as it takes."""
     cancel_timeout_seconds: float = 5.0
@@ -76,9 +81,19 @@ class GatewaySnapshot:
     """Of these, sequences without a target."""
     num_placements: int
     num_failovers: int
-    """Sequences that had to be placed again, each time counted, because a target was lost or left."""
+    """Sequences that had to be placed again, each time counted, because their target was lost, failed
+    them, or left before their end. Not those that a leaving target gives back."""
     num_ignored_messages: int
     """Messages of a former epoch or of a sequence that has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    sequence: Sequence
+    wait: Wait
+    since: float
+    """By the event loop's clock."""
+    give_up: asyncio.TimerHandle
 
 
 class Gateway:
@@ -119,9 +134,7 @@ class Gateway:
         )
         self._live: dict[str, Sequence] = {}
         self._places: dict[str, AttachedTarget] = {}
-        self._waiting: dict[str, Sequence] = {}
-        self._give_up_timers: dict[str, asyncio.TimerHandle] = {}
-        """One for each waiting sequence."""
+        self._waiting: dict[str, _Waiting] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._num_placements = 0
@@ -237,11 +250,14 @@ class Gateway:
     def on_ready(self) -> None:
         self._ready.set()
         if self._retry is None:
-            for sequence in list(self._waiting.values()):
-                self._place(sequence)
+            for waiting in list(self._waiting.values()):
+                self._place(waiting.sequence)
 
     def on_joined(self, target: AttachedTarget) -> None:
-        """What queues elsewhere may begin here at once."""
+        """What waits, or queues elsewhere, may begin here at once."""
+        if target.load.accepting:
+            for waiting in list(self._waiting.values()):  # also those that wait to ask the others again
+                self._place(waiting.sequence)
         if not target.load.accepting or target.load.queueing:
             return
         present = dict(self._pool.present)
@@ -260,13 +276,15 @@ class Gateway:
                 if self._places.get(sequence.sequence_id) is holder:
                     holder.cancel(sequence)
                     self._release(sequence)
+                    # It had a place: should nobody have one now, it waits and is not refused.
+                    sequence.displaced = sequence.displaced or Displacement.MOVED
                     self._place(sequence, target.target_id)
 
     def on_unreachable(self) -> None:
         if self._pool.num_dialling == 0 and self._wake is None:
-            for sequence in list(self._waiting.values()):
-                if not sequence.resuming:
-                    self._fail(sequence, UnavailableError(_NOT_READY))
+            for waiting in list(self._waiting.values()):
+                if not waiting.sequence.resuming:
+                    self._fail(waiting.sequence, UnavailableError(_NOT_READY))
 
     def on_committed(self, target: AttachedTarget, message: Committed) -> None:
         sequence = target.sequences.get(message.sequence_id)
@@ -287,7 +305,7 @@ class Gateway:
             )
             target.cancel(sequence)
             self._release(sequence)
-            self._replace(sequence)
+            self._replace(sequence, Displacement.LOST)
 
     def on_finished(self, target: AttachedTarget, message: Finished) -> None:
         sequence = target.sequences.get(message.sequence_id)
@@ -308,18 +326,20 @@ class Gateway:
             self._place(sequence)
         elif message.reason is FinishReason.ERROR and message.deadline_exceeded and sequence.limit:
             self._fail(sequence, sequence.limit.exceeded())
-        elif message.reason is FinishReason.CANCELLED or not target.load.accepting:
+        elif message.reason is FinishReason.CANCELLED:
             # Not cancelled by us: the target is leaving and gives its sequences back.
             if not has_begun:  # it may not have said yet that it leaves
                 sequence.refused_by.add(target.target_id)
-            self._replace(sequence)
+            self._replace(sequence, Displacement.GIVEN_BACK)
+        elif not target.load.accepting:
+            self._replace(sequence, Displacement.LOST)
         elif not sequence.failed_before:
             # Perhaps the target's fault. A second failure, elsewhere where there is elsewhere, is the
             # request's: it must not go round and fail every target.
             logger.warning("target %s failed a sequence, trying again: %s", target.target_id, message.error)
             sequence.failed_before = True
             sequence.refused_by.add(target.target_id)
-            self._replace(sequence)
+            self._replace(sequence, Displacement.LOST)
         else:
             logger.error("target %s failed a sequence again: %s", target.target_id, message.error)
             self._fail(sequence, TargetFailedError(message.error or "the target failed this request"))
@@ -327,16 +347,21 @@ class Gateway:
     def on_draining(self, target: AttachedTarget) -> None:
         """What has not begun there begins elsewhere at once, if there is an elsewhere."""
         for sequence in target.not_begun:
-            if not any(other.load.accepting for other in self._pool.present.values()):
-                return
+            if not any(
+                other.load.accepting and other.target_id not in sequence.refused_by
+                for other in self._pool.present.values()
+            ):
+                continue
             target.cancel(sequence)
             self._release(sequence)
-            self._replace(sequence)
+            self._replace(sequence, Displacement.GIVEN_BACK)
+        self._wait_for_others()
 
     def on_lost(self, target: AttachedTarget) -> None:
         for sequence in list(target.sequences.values()):
             self._release(sequence)
-            self._replace(sequence)
+            self._replace(sequence, Displacement.LOST)
+        self._wait_for_others()
 
     # ------------------------------------------------------------ placing
 
@@ -368,64 +393,85 @@ class Gateway:
             self._stop_waiting(sequence)
             return
 
-    def _replace(self, sequence: Sequence) -> None:
-        """Place a sequence again that lost its target."""
+    def _replace(self, sequence: Sequence, displacement: Displacement) -> None:
+        """Place a sequence again that has its target no more."""
         if sequence.stopping:
             self._end(sequence, FinishReason.STOP)
             return
-        sequence.num_losses += 1
-        if sequence.num_losses > self._settings.max_losses:
-            self._fail(
-                sequence,
-                UnavailableError(f"the request lost its target {sequence.num_losses} times and was given up"),
-            )
-            return
-        self._num_failovers += 1
-        if sequence.resume_until is None:
-            now = asyncio.get_running_loop().time()
-            sequence.resume_until = now + self._settings.resume_timeout_seconds
+        if displacement is Displacement.LOST:
+            sequence.num_losses += 1
+            if sequence.num_losses > self._settings.max_losses:
+                text = f"the request lost its target {sequence.num_losses} times and was given up"
+                self._fail(sequence, UnavailableError(text))
+                return
+            self._num_failovers += 1
+        sequence.displaced = displacement
         self._place(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
-        """No target takes the sequence now. A new one waits only for targets that are being dialled; one
-        that was running waits for any, until ``resume_until``."""
-        loop = asyncio.get_running_loop()
+        """No target takes the sequence now. A new one waits only for targets that are being dialled, or
+        started; one that had a target waits for any."""
         refused = bool(sequence.refused_by)
         if refused and not sequence.resuming:
             self._fail(sequence, OverloadedError("every target's queue is full; try again later"))
             return
-        if refused:
-            sequence.refused_by.clear()
-            if self._retry is None:
-                self._retry = loop.call_later(REFUSED_RETRY_SECONDS, self._retry_waiting)
-        if sequence.sequence_id in self._waiting:
+        if refused and self._retry is None:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(REFUSED_RETRY_SECONDS, self._retry_waiting)
+        self._wait_for(sequence, self._what_to_wait_for(sequence))
+        self._wake_if_wanted()
+
+    def _what_to_wait_for(self, sequence: Sequence) -> Wait:
+        begun = bool(sequence.committed) or sequence.displaced is Displacement.LOST
+        if self._wake is not None and not begun and not self._pool.identities:
+            return Wait.STARTED
+        return Wait.DIALLED if sequence.displaced is None else Wait.ANOTHER
+
+    def _wait_for(self, sequence: Sequence, wait: Wait) -> None:
+        waiting = self._waiting.get(sequence.sequence_id)
+        if waiting is not None and waiting.wait is wait:
             return
-        if sequence.resume_until is not None:
-            seconds = self._settings.resume_timeout_seconds
-            until = sequence.resume_until
-            text = f"the target was lost and no other took the request within {seconds:g} s"
-        elif self._wake is not None:
-            until = loop.time() + self._settings.cold_start_timeout_seconds
-            text = f"no target was started within {self._settings.cold_start_timeout_seconds:g} s"
+        settings = self._settings
+        if wait is Wait.STARTED:
+            seconds = settings.cold_start_timeout_seconds
+            text = f"no target was started within {seconds:g} s"
+        elif sequence.displaced is not None:
+            seconds = settings.resume_timeout_seconds
+            text = f"{_CAUSES[sequence.displaced]} and no other took the request within {seconds:g} s"
         elif self._pool.num_dialling:
-            until = loop.time() + self._settings.attach_grace_seconds
+            seconds = settings.attach_grace_seconds
             text = _NOT_READY
         else:
             self._fail(sequence, UnavailableError(_NOT_READY))
             return
-        self._waiting[sequence.sequence_id] = sequence
+        self._stop_waiting(sequence)
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        until = now + seconds - sequence.seconds_waited.get(wait, 0.0)
+        give_up = loop.call_at(until, self._fail, sequence, UnavailableError(text))
+        self._waiting[sequence.sequence_id] = _Waiting(sequence, wait, now, give_up)
+
+    def _wait_for_others(self) -> None:
+        """A target takes nothing more: those that wait may have to wait for one that must be started."""
+        for waiting in list(self._waiting.values()):
+            self._wait_for(waiting.sequence, self._what_to_wait_for(waiting.sequence))
+        self._wake_if_wanted()
+
+    def _wake_if_wanted(self) -> None:
         if self._wake is not None and self.wants_target:
             self._wake()
-        self._give_up_timers[sequence.sequence_id] = loop.call_at(
-            until, self._fail, sequence, UnavailableError(text)
-        )
 
     def _stop_waiting(self, sequence: Sequence) -> None:
-        if self._waiting.pop(sequence.sequence_id, None) is not None:
-            self._give_up_timers.pop(sequence.sequence_id).cancel()
+        waiting = self._waiting.pop(sequence.sequence_id, None)
+        if waiting is not None:
+            waiting.give_up.cancel()
+            seconds = asyncio.get_running_loop().time() - waiting.since
+            sequence.seconds_waited[waiting.wait] = sequence.seconds_waited.get(waiting.wait, 0.0) + seconds
 
     def _retry_waiting(self) -> None:
         self._retry = None
+        for waiting in self._waiting.values():
+            waiting.sequence.refused_by.clear()
         self.on_ready()
 
     # ------------------------------------------------------------ ending

@@ -191,7 +191,8 @@ GATEWAY_TARGETS = _gauge("gateway_targets", "Targets that a gateway may place se
 PLACEMENTS = _counter("placements", "Sequences that a gateway placed on a target, each time counted.")
 FAILOVERS = _counter(
     "failovers",
-    "Sequences that a gateway had to place again because their target was lost or left, each time counted.",
+    "Sequences that a gateway had to place again because their target was lost, failed them or left before "
+    "their end, each time counted; not those that a leaving target gave back.",
 )
 IGNORED_MESSAGES = _counter(
     "gateway_ignored_messages", "Messages of a former placement, or of a sequence that had ended."

@@ -43,6 +43,28 @@ class Arrival(Enum):
     """It does not continue what is committed: this placement cannot be believed."""
 
 
+class Displacement(Enum):
+    """How a sequence came to need another target."""
+
+    LOST = auto()
+    """Its target was lost, failed it, or could not be believed."""
+    GIVEN_BACK = auto()
+    """Its target takes no more and has not begun it, or handed it over."""
+    MOVED = auto()
+    """It left a queue for a target that came later."""
+
+
+class Wait(Enum):
+    """What a sequence without a target waits for."""
+
+    DIALLED = auto()
+    """A target that is being dialled."""
+    STARTED = auto()
+    """A target that was asked for: there is none."""
+    ANOTHER = auto()
+    """Any in the place of the one that it had."""
+
+
 class Sequence:
     """Prompt, committed tokens, parameters and seed of one sequence, and where it is placed.
 
@@ -57,12 +79,14 @@ class Sequence:
         """How long it may live; None = for ever."""
         self.epoch = 0
         self.num_losses = 0
-        """How often it has lost its target."""
+        """How often it has lost its target; given back is not lost."""
         self.failed_before = False
         """A target could not compute it and did not say that the request is wrong."""
-        self.resume_until: float | None = None
-        """Since it lost its target and until it makes progress again: event-loop time at which it is
-        given up if it still has no other."""
+        self.displaced: Displacement | None = None
+        """The last one since it made progress."""
+        self.seconds_waited: dict[Wait, float] = {}
+        """Without a target, since it made progress. Time on a target is not in it, nor does it begin anew
+        with one: those that give a sequence back at once must not keep it going for ever."""
         self.committed: list[int] = []
         self.accepted: list[bool] = []
         self.logprobs: list[TokenLogprobs] = []
@@ -87,8 +111,8 @@ class Sequence:
 
     @property
     def resuming(self) -> bool:
-        """It has lost its target and made no progress since."""
-        return self.resume_until is not None
+        """It had a target, which is its target no more, and made no progress since."""
+        return self.displaced is not None
 
     async def wait(self) -> None:
         """Until something changes that a reader may wait for."""
@@ -151,7 +175,8 @@ class Sequence:
         if self.request.logprobs is not None:
             self.logprobs.extend(message.logprobs[known:])
         self.refused_by.clear()
-        self.resume_until = None
+        self.displaced = None
+        self.seconds_waited.clear()
         self._changed.set()
         return Arrival.APPLIED
 

@@ -92,8 +92,9 @@ class AttachedTarget:
 
     @property
     def not_begun(self) -> list[Sequence]:
-        """Sequences that would lose nothing by going elsewhere: they queue there, or their prompts do."""
-        return [item for item in self.sequences.values() if not self.has_begun(item)]
+        """Sequences that would lose nothing by going elsewhere: they queue there, or their prompts do. Not
+        those that are cancelled already."""
+        return [item for item in self.sequences.values() if not (item.stopping or self.has_begun(item))]
 
     def has_begun(self, sequence: Sequence) -> bool:
         """Whether tokens of it have come from here."""
