@@ -10,6 +10,14 @@ from collections.abc import Callable
 MEDIAN_SAMPLES = 9
 EXPIRY_RECORDS = 2000
 """A step cost that was not measured for so many steps is forgotten: the machine may have changed."""
+LONE_RECORDS = 64
+"""One that was measured a single time counts for so many steps. The first step of a size is often slow, and a
+size that seems dear is not tried again."""
+LONE_RISE = 3.0
+"""Nor is it believed where it is so many times what the next smaller size takes, and more than the tokens
+explain."""
+LEAST_TRIALS = 0.05
+"""What is known of an acceptance that fades for ever."""
 
 MIN_ACCEPTANCE, MAX_ACCEPTANCE = 0.01, 0.99
 
@@ -76,6 +84,8 @@ class AcceptanceEstimate:
 
     def fade(self, factor: float = 0.98) -> None:
         """Trust the past less, without a new trial: the rate stays, the standard error grows."""
+        if self._trials < LEAST_TRIALS:
+            return
         self._accepted *= factor
         self._trials *= factor
         self._update()
@@ -100,8 +110,9 @@ class StepCostModel:
 
     Medians per token bucket, linear in between. A step of fewer tokens cannot cost more than one of more,
     so a bucket whose median is above a larger one's (a slow first step, never measured again) is read as
-    the larger one's. Outside the sizes measured the nearest slope goes on; with a single size measured
-    more tokens are assumed to be free, which makes the engine try and learn better.
+    the larger one's, and one that was measured but once counts only for a while. Outside the sizes measured
+    the nearest slope goes on; with a single size measured more tokens are assumed to be free, which makes
+    the engine try and learn better.
 
     Steps that a draft slowed down, on cores that both use, say what contention costs and not what a tail
     costs: they count only for sizes that were never measured undisturbed.
@@ -127,6 +138,9 @@ class StepCostModel:
         return self._sizes[-1]
 
     def record(self, num_tokens: int, seconds: float, *, disturbed: bool = False) -> None:
+        """One step. A clock that jumped says nothing."""
+        if not 0.0 <= seconds < math.inf:
+            return
         self._num_records += 1
         bucket = token_bucket(num_tokens)
         if disturbed:
@@ -142,7 +156,7 @@ class StepCostModel:
             for old in [b for b, at in self._recorded_at.items() if self._num_records - at > EXPIRY_RECORDS]:
                 del self._medians[old], self._recorded_at[old]
                 self._disturbed.discard(old)
-        self._sizes = sorted(self._medians)
+        self._sizes = self._believed_sizes()
         lowest = float("inf")
         seconds_by_size: list[float] = []
         for size in reversed(self._sizes):
@@ -152,6 +166,21 @@ class StepCostModel:
         if seconds_by_size != self._seconds:
             self._seconds = seconds_by_size
         self._cache.clear()
+
+    def _believed_sizes(self) -> list[int]:
+        sizes: list[int] = []
+        for bucket in sorted(self._medians):
+            if len(self._medians[bucket]) > 1 or self._is_lone_believed(bucket, sizes[-1] if sizes else None):
+                sizes.append(bucket)
+        return sizes
+
+    def _is_lone_believed(self, bucket: int, smaller: int | None) -> bool:
+        if self._num_records - self._recorded_at[bucket] >= LONE_RECORDS:
+            return False
+        if smaller is None:
+            return True
+        highest = (self._medians[smaller].value or 0.0) * max(LONE_RISE, bucket / smaller)
+        return (self._medians[bucket].value or 0.0) <= highest
 
     def __call__(self, num_tokens: int) -> float:
         """Seconds of a step of ``num_tokens`` tokens; 0.0 while nothing is known."""
@@ -233,8 +262,9 @@ class StepCosts:
         if not num_prompt_tokens:
             self._decode.record(num_decoding + num_tail_tokens, seconds, disturbed=disturbed)
             return
-        of_tails = self(num_decoding + num_tail_tokens) - self(num_decoding)
-        plain = max(seconds - of_tails, 0.0)
+        of_decoding = self(num_decoding)
+        of_tails = self(num_decoding + num_tail_tokens) - of_decoding
+        plain = min(max(seconds - of_tails, of_decoding), seconds)
         self._with_prompts.record(num_decoding + num_prompt_tokens, plain, disturbed=disturbed)
 
 

@@ -9,6 +9,7 @@ rest, and are tried again later.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 MEASURED_STEPS = 24
@@ -19,13 +20,16 @@ FEWEST_STEPS = 8
 CLEARLY = 3.0
 """As few do where the loss is so many standard errors large."""
 REMEMBERED_STEPS = 64
-"""Steps after which what was measured counts half."""
+"""By which a load is judged."""
+LONGEST_PLAIN, LONGEST_DRAFTED = 2.0, 4.0
+"""A step counts as that many medians of its kind at most: what holds up a process (a stopped machine, a page
+that is read from a disk) is neither the drafts' doing nor to be set against theirs."""
 PLAIN_STEPS = 8
 """Steps without drafts that show what such steps take."""
 LEAST_GAIN = 1.02
 """Below it drafts are not worth their machines."""
 SURE_GAIN = 3.0
-"""From here on it does not matter how exactly that is known."""
+"""From here on it does not matter what steps without them take beside the model."""
 PLAIN_KNOWN_STEPS = 4096
 """Steps for which it is known."""
 SHORTEST_REST, LONGEST_REST = 64, 1024
@@ -37,53 +41,73 @@ DEVIATION = 0.5
 """Of the tokens that a sequence commits in a step with drafts, relative to their mean."""
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Of steps with drafts, or without; what is past counts ever less."""
+class _Recent:
+    """The last steps with drafts, or the last without.
 
-    steps: float = 0.0
-    rounds: float = 0.0
-    """Sequences, added over the steps."""
-    tokens: float = 0.0
-    foretold: float = 0.0
-    """What the same time would have brought, were a token per sequence and step all, and nothing done between
-    steps."""
+    Args:
+        longest: what a step may count for, in medians.
+    """
 
-    def add(self, num_sequences: int, num_tokens: int, foretold: float) -> None:
-        if self.steps >= REMEMBERED_STEPS:
-            self.steps /= 2.0
-            self.rounds /= 2.0
-            self.tokens /= 2.0
-            self.foretold /= 2.0
-        self.steps += 1.0
-        self.rounds += num_sequences
-        self.tokens += num_tokens
-        self.foretold += foretold
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._steps: deque[tuple[int, int, float]] = deque(maxlen=REMEMBERED_STEPS)
+        """Sequences, the tokens that they committed, and for how many steps of the model it took."""
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, num_sequences: int, num_tokens: int, model_steps: float) -> None:
+        self._steps.append((num_sequences, num_tokens, model_steps))
+
+    @property
+    def rounds(self) -> int:
+        """Sequences, added over the steps."""
+        return sum(num_sequences for num_sequences, _, _ in self._steps)
+
+    @property
+    def model_steps(self) -> float:
+        """For how many steps of the model they took in all, outliers cut."""
+        return sum(self._cut())
 
     @property
     def efficiency(self) -> float:
-        """Tokens / foretold."""
-        return self.tokens / max(self.foretold, 1e-9)
+        """The tokens committed / those of the same time, were a token per sequence and step all, and nothing
+        done between steps."""
+        foretold = sum(step[0] * length for step, length in zip(self._steps, self._cut(), strict=True))
+        return sum(num_tokens for _, num_tokens, _ in self._steps) / max(foretold, 1e-9)
+
+    def _cut(self) -> list[float]:
+        lengths = [model_steps for _, _, model_steps in self._steps]
+        longest = self._longest * sorted(lengths)[(len(lengths) - 1) // 2]
+        return [min(length, longest) for length in lengths]
 
 
 @dataclass(slots=True)
 class _Load:
     """About so many sequences at once."""
 
-    plain: _Sums = field(default_factory=_Sums)
+    plain: _Recent = field(default_factory=lambda: _Recent(LONGEST_PLAIN))
     """Without drafts."""
-    plain_at: int | None = None
+    plain_at: int = 0
     """The last step without."""
-    sums: _Sums = field(default_factory=_Sums)
-    """With drafts."""
+    drafted: _Recent = field(default_factory=lambda: _Recent(LONGEST_DRAFTED))
+    """With drafts, since the last rest."""
     gain: float | None = None
     least_rest: int = SHORTEST_REST
     """What the last trial was worth."""
     next_rest: int = SHORTEST_REST
-    rest_left: int = 0
-    num_rested: int = 0
+    rest_from: int = 0
+    rest_until: int = 0
+    """In steps that could be drafted, at whatever load."""
     num_arrivals: int = 0
     """Since the rest began."""
+
+    @property
+    def is_plain_known(self) -> bool:
+        return len(self.plain) >= PLAIN_STEPS
+
+    def measured_gain(self) -> float:
+        return self.drafted.efficiency / (self.plain.efficiency if self.is_plain_known else 1.0)
 
 
 class Payoff:
@@ -95,19 +119,33 @@ class Payoff:
         self._load = _Load()
         """The present one."""
         self._num_steps = 0
+        self._num_draftable = 0
 
     @property
     def resting(self) -> bool:
-        return self._load.rest_left > 0
+        """At the present load."""
+        return self._load.rest_until > self._num_draftable
 
     @property
     def gain(self) -> float | None:
         """Tokens with drafts / without at the present load, as last judged; None before that."""
         return self._load.gain
 
+    def expect(self, num_running: int) -> None:
+        """So many sequences will be in the next step: that is the present load. None: the last one stays."""
+        if num_running:
+            self._load = self._load_of(num_running)
+
     def note_arrival(self) -> None:
         """A sequence has come. Others than those that the drafts were judged by may fare better."""
         self._load.num_arrivals += 1
+
+    def note_draft(self) -> None:
+        """A draft has come, which may be better than those that were judged. No load rests any more."""
+        for load in self._loads.values():
+            load.rest_until = 0
+            load.least_rest = load.next_rest = SHORTEST_REST
+            load.drafted = _Recent(LONGEST_DRAFTED)
 
     def record(
         self,
@@ -136,27 +174,30 @@ class Payoff:
         self._num_steps += 1
         if not num_sequences or plain_seconds <= 0.0:
             return
-        load = self._load = self._load_of(num_running)
-        foretold = num_sequences * seconds / plain_seconds
+        self.expect(num_running)
+        load = self._load
+        resting = self.resting
+        self._num_draftable += draftable
+        model_steps = seconds / plain_seconds
         if not drafting:
             # Prompts are read before drafts begin. Unless they rest, such a step is none that they would have
             # been in.
-            if load.rest_left or num_prompt_tokens <= num_sequences:
-                load.plain.add(num_sequences, num_tokens, foretold)
+            if resting or num_prompt_tokens <= num_sequences:
+                load.plain.add(num_sequences, num_tokens, model_steps)
                 load.plain_at = self._num_steps
-            if draftable:
-                _pass_rest(load, num_running)
+            if resting and draftable:
+                self._shorten_rest(load, num_running)
             return
-        sums = load.sums
-        sums.add(num_sequences, num_tokens, foretold)
-        if load.rest_left:
-            return  # the rest begins with what was asked for before
-        error = DEVIATION / math.sqrt(sums.rounds)
-        if sums.steps < FEWEST_STEPS:
+        if resting:
+            return  # it begins with what was asked for before
+        load.drafted.add(num_sequences, num_tokens, model_steps)
+        num_steps, rounds = len(load.drafted), load.drafted.rounds
+        error = DEVIATION / math.sqrt(rounds)
+        if num_steps < FEWEST_STEPS:
             return
-        if sums.steps >= MEASURED_STEPS or sums.rounds >= MEASURED_ROUNDS:
+        if num_steps >= MEASURED_STEPS or rounds >= MEASURED_ROUNDS:
             self._judge(load, error)
-        elif _gain(load) < LEAST_GAIN - CLEARLY * error:
+        elif load.measured_gain() < LEAST_GAIN - CLEARLY * error:
             self._judge(load, CLEARLY * error)
 
     def _load_of(self, num_running: int) -> _Load:
@@ -166,53 +207,43 @@ class Payoff:
             load = self._loads[size] = _Load()
             judged = [other for other in self._loads if other < size and self._loads[other].gain is not None]
             if judged and (self._loads[max(judged)].gain or LEAST_GAIN) < LEAST_GAIN:
-                # What does not pay for fewer will hardly pay for more.
-                _begin_rest(load, self._loads[max(judged)].least_rest)
+                # What does not pay for fewer will hardly pay for more. The further away, the less that says.
+                rest = self._loads[max(judged)].least_rest >> (size - max(judged) - 1)
+                self._begin_rest(load, max(rest, SHORTEST_REST))
         return load
 
     def _judge(self, load: _Load, error: float) -> None:
-        load.gain = _gain(load)
-        known_at = load.plain_at if load.plain.steps >= PLAIN_STEPS else None
-        if known_at is None or self._num_steps - known_at > PLAIN_KNOWN_STEPS:
+        load.gain = load.measured_gain()
+        if not load.is_plain_known:
             if load.gain < SURE_GAIN:
-                _begin_rest(load, PLAIN_STEPS)
+                self._begin_rest(load, PLAIN_STEPS)
+        elif self._num_steps - load.plain_at > PLAIN_KNOWN_STEPS:
+            self._begin_rest(load, PLAIN_STEPS)
         elif load.gain < LEAST_GAIN - error:
-            load.least_rest = _least_rest(load.sums, load.gain)
+            load.least_rest = _least_rest(load.drafted, load.gain)
             rest = max(load.next_rest, load.least_rest)
-            _begin_rest(load, rest)
+            self._begin_rest(load, rest)
             load.next_rest = min(2 * rest, LONGEST_REST)
         elif load.gain > LEAST_GAIN:
             load.next_rest = SHORTEST_REST
 
+    def _begin_rest(self, load: _Load, num_steps: int) -> None:
+        load.rest_from, load.rest_until = self._num_draftable, self._num_draftable + num_steps
+        load.num_arrivals = 0
+        load.drafted = _Recent(LONGEST_DRAFTED)
 
-def _gain(load: _Load) -> float:
-    is_plain_known = load.plain.steps >= PLAIN_STEPS
-    return load.sums.efficiency / (load.plain.efficiency if is_plain_known else 1.0)
+    def _shorten_rest(self, load: _Load, num_running: int) -> None:
+        """None of those that the drafts were judged by is left. (Large crowds are all alike.)"""
+        num_rested = self._num_draftable - load.rest_from
+        if (
+            num_running <= FEW_SEQUENCES
+            and num_rested >= load.least_rest
+            and load.num_arrivals >= num_running
+        ):
+            load.rest_until = self._num_draftable
 
 
-def _least_rest(sums: _Sums, gain: float) -> int:
+def _least_rest(drafted: _Recent, gain: float) -> int:
     """Plain steps of which those that a trial has lost are no more than ``TRIAL_SHARE``."""
-    num_plain = sums.steps * sums.foretold / sums.rounds
-    lost = num_plain * max(1.0 - gain, 0.0)
+    lost = drafted.model_steps * max(1.0 - gain, 0.0)
     return min(max(round(lost / TRIAL_SHARE), SHORTEST_REST), LONGEST_REST)
-
-
-def _begin_rest(load: _Load, num_steps: int) -> None:
-    load.rest_left = num_steps
-    load.num_rested = load.num_arrivals = 0
-
-
-def _pass_rest(load: _Load, num_running: int) -> None:
-    if not load.rest_left:
-        return
-    load.rest_left -= 1
-    load.num_rested += 1
-    if (
-        num_running <= FEW_SEQUENCES
-        and load.num_rested >= load.least_rest
-        and load.num_arrivals >= num_running
-    ):
-        # None of those that the drafts were judged by is left. (Large crowds are all alike.)
-        load.rest_left = 0
-    if not load.rest_left:
-        load.sums = _Sums()

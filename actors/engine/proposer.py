@@ -8,6 +8,9 @@ from paceline.actors.engine.config import NgramConfig
 from paceline.actors.engine.estimates import AcceptanceEstimate
 
 MAX_PAUSE_ROUNDS = 64
+PASSED_OVER_ROUNDS = 32
+"""Lookups of a sequence that seem not worth their tokens before one token is tried all the same: nothing else
+would show that they have become better, and it costs no more than a token in as many steps."""
 
 
 class NgramIndex:
@@ -60,12 +63,22 @@ class NgramProposer:
         acceptance: expected of its lookups, by how those of others fared.
     """
 
-    __slots__ = ("_config", "_index", "_misses", "_pause", "_proposal", "_proposed_at", "acceptance")
+    __slots__ = (
+        "_config",
+        "_index",
+        "_misses",
+        "_passed_over",
+        "_pause",
+        "_proposal",
+        "_proposed_at",
+        "acceptance",
+    )
 
     def __init__(self, config: NgramConfig, acceptance: float = 0.5) -> None:
         self._config = config
         self._index: NgramIndex | None = None
         self._misses = 0
+        self._passed_over = 0
         self._pause = 0
         self._proposal: list[int] = []
         self._proposed_at = -1
@@ -86,6 +99,11 @@ class NgramProposer:
                 self._index.update(token_ids)
                 self._proposal = self._index.propose(token_ids, self._config.num_tokens)
         return self._proposal[:num_tokens]
+
+    def pass_over(self) -> bool:
+        """A proposal is not worth a token of the step. Returns whether to try one token all the same."""
+        self._passed_over = (self._passed_over + 1) % PASSED_OVER_ROUNDS
+        return self._passed_over == 0
 
     def record(self, num_proposed: int, num_accepted: int) -> None:
         """A proposal was verified."""

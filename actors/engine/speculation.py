@@ -118,11 +118,15 @@ class Speculator:
             self.step_cost.beside(num_decoding, num_prompt_tokens),
             elapsed,
         )
-        return {
-            sequence: replace(proposal, token_ids=proposal.token_ids[:count], laws=proposal.laws[:count])
-            for (sequence, proposal), count in zip(proposals.items(), counts, strict=False)
-            if count
-        }
+        chosen: dict[TargetSequence, Proposal] = {}
+        for (sequence, proposal), count in zip(proposals.items(), counts, strict=False):
+            if not count and not proposal.from_draft:
+                count = int(sequence.proposer.pass_over())
+            if count:
+                chosen[sequence] = replace(
+                    proposal, token_ids=proposal.token_ids[:count], laws=proposal.laws[:count]
+                )
+        return chosen
 
     def draft_running(self, running: Iterable[TargetSequence]) -> bool:
         """Whether, as far as is known here, a draft has work to do on one of these sequences."""
@@ -223,6 +227,7 @@ class Speculator:
 
         While drafts rest there is nothing to tell: newcomers are given to them with a window of 0.
         """
+        self.payoff.expect(len(running))
         resting = self.payoff.resting and self._config.num_speculative_tokens is None
         awake = set() if resting and self._all_told_to_rest else self._tell_windows(running, now)
         self._all_told_to_rest = resting

@@ -403,6 +403,7 @@ class TargetEngine:
         """A draft attached: it is given the sequences without a draft, then its share of the others."""
         self.draft_left(peer)
         self._book.join(peer, hello)
+        self._speculator.payoff.note_draft()
         window = self._speculator.initial_window
         self._book.place(self._scheduler.running, window)
         self._book.rebalance(peer, window)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 
 from paceline.actors.engine.config import Hardware
 from paceline.actors.engine.estimates import (
+    LONE_RECORDS,
     AcceptanceEstimate,
     RecentMedian,
     StepCostModel,
@@ -225,6 +227,42 @@ def test_step_cost_interpolates_and_never_falls() -> None:
     assert values == sorted(values)
 
 
+def test_one_slow_first_step_of_a_size_is_not_believed() -> None:
+    cost = StepCostModel()
+    for _ in range(3):
+        cost.record(16, 0.02)
+    cost.record(48, 2.0)
+    assert cost(48) == 0.02, "a hundred times as much, for thrice the tokens"
+    cost.record(48, 1.0)
+    assert cost(48) == pytest.approx(1.0), "twice is no accident"
+
+
+def test_one_dear_step_of_a_size_is_believed_for_a_while() -> None:
+    """What seems dear is not tried again, and would never be found to be cheap."""
+    cost = StepCostModel()
+    for _ in range(3):
+        cost.record(16, 0.02)
+    cost.record(48, 0.05)
+    assert cost(48) == pytest.approx(0.05)
+    for _ in range(LONE_RECORDS):
+        cost.record(16, 0.02)
+    assert cost(48) == 0.02
+    cost.record(48, 0.05)
+    for _ in range(2 * LONE_RECORDS):
+        cost.record(16, 0.02)
+    assert cost(48) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.inf, math.nan])
+def test_a_clock_that_jumps_says_nothing(seconds: float) -> None:
+    cost = StepCosts()
+    for size in (1, 8):
+        cost.record(size, 0, 0, 0.02)
+    cost.record(16, 0, 0, seconds)
+    cost.record(16, 0, 100, seconds)
+    assert cost(16) == cost.plain(16, 100) == 0.02
+
+
 def test_a_tail_token_is_not_priced_like_one_of_a_prompt() -> None:
     """Decoding costs 100 + 6 per token past 10, a prompt's token 3."""
     cost = StepCosts()
@@ -251,6 +289,15 @@ def test_the_tails_of_a_step_are_not_charged_to_its_prompts() -> None:
         cost.record(size, 0, 0, 10.0 * size)
     cost.record(2, 6, 30, 110.0)
     assert cost.plain(2, 30) == pytest.approx(50.0)
+
+
+def test_a_step_with_prompts_costs_no_less_than_one_without() -> None:
+    cost = StepCosts()
+    for _ in range(2):
+        cost.record(4, 0, 0, 20.0)
+        cost.record(4, 16, 0, 90.0)
+    cost.record(4, 16, 200, 35.0)
+    assert cost.plain(4, 200) == 20.0
 
 
 def test_past_what_was_measured_verifying_costs_no_less_than_reading() -> None:

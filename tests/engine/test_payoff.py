@@ -10,7 +10,14 @@ import pytest
 
 from paceline.actors.engine.config import Hardware, NgramConfig, TargetEngineConfig
 from paceline.actors.engine.drafts import DraftBook
-from paceline.actors.engine.payoff import LONGEST_REST, PLAIN_STEPS, SHORTEST_REST, TRIAL_SHARE, Payoff
+from paceline.actors.engine.payoff import (
+    LONGEST_REST,
+    PLAIN_KNOWN_STEPS,
+    PLAIN_STEPS,
+    SHORTEST_REST,
+    TRIAL_SHARE,
+    Payoff,
+)
 from paceline.actors.engine.sequence import TargetSequence
 from tests.engine.simulation import Simulation
 from tests.engine.test_run_ahead import DRAFT, TARGET, rate, submit
@@ -143,6 +150,83 @@ def test_what_does_not_pay_for_few_is_not_tried_with_more_at_once() -> None:
         rest += 1
         assert steps.run(1) == 0.0
     assert SHORTEST_REST < rest < LONGEST_REST
+
+
+def test_what_does_not_pay_for_one_says_little_of_sixty_four() -> None:
+    steps = Steps(lambda: 0.3, num_sequences=1)
+    steps.run(400)
+    steps.gain, steps.num_sequences = lambda: 2.0, 64
+    steps.run(1)
+    assert steps.run(SHORTEST_REST) < 0.05
+    assert steps.run(100 + PLAIN_STEPS) > 0.9
+
+
+@pytest.mark.parametrize("pause", [0.1, 1.0, 10.0])
+def test_a_machine_that_stops_in_a_plain_step_does_not_speak_for_drafts(pause: float) -> None:
+    steps = Steps(lambda: 0.8, num_sequences=16)
+    while not steps.payoff.resting:
+        steps.run(1)
+    steps.run(3)
+    record_plain(steps, num_prompt_tokens=0, seconds=STEP_SECONDS + pause)
+    steps.run(1000)
+    assert steps.run(4000) < 0.05
+
+
+@pytest.mark.parametrize("gain", [1.2, 2.5])
+def test_a_machine_that_stops_in_a_step_with_drafts_does_not_speak_against_them(gain: float) -> None:
+    steps = Steps(lambda: gain, num_sequences=16)
+    steps.run(1000)
+    steps.payoff.record(
+        num_running=16,
+        num_sequences=16,
+        num_tokens=48,
+        num_prompt_tokens=0,
+        seconds=10.0,
+        plain_seconds=STEP_SECONDS,
+        drafting=True,
+    )
+    assert steps.run(1000) == 1.0
+
+
+def test_what_plain_steps_take_is_looked_at_again_however_much_drafts_seem_to_bring() -> None:
+    steps = Steps(lambda: 2.0)
+    steps.run(100)
+    steps.gain = lambda: 4.0
+    steps.run(PLAIN_KNOWN_STEPS + 1)
+    assert steps.drafted.count(False) == 2 * PLAIN_STEPS
+
+
+def test_a_rest_passes_at_whatever_load() -> None:
+    steps = Steps(lambda: 0.8 if steps.num_sequences == 16 else 2.0, num_sequences=16)
+    steps.run(3000)
+    while not steps.payoff.resting:
+        steps.run(1)
+    steps.num_sequences = 4
+    steps.run(LONGEST_REST)
+    steps.payoff.expect(16)
+    assert not steps.payoff.resting
+
+
+def test_the_load_of_the_coming_step_decides() -> None:
+    """One that swings between two loads, of which drafts pay at one."""
+    steps = Steps(lambda: 0.5 if steps.num_sequences == 8 else 3.5)
+    share = {7: 0.0, 8: 0.0}
+    for _ in range(2000):
+        for steps.num_sequences in share:
+            steps.payoff.expect(steps.num_sequences)
+            share[steps.num_sequences] += steps.run(1) / 2000
+    assert share[7] > 0.99
+    assert share[8] < 0.05
+
+
+def test_a_new_draft_is_tried_at_once() -> None:
+    steps = Steps(lambda: 0.8)
+    steps.run(3000)
+    while not steps.payoff.resting:
+        steps.run(1)
+    steps.payoff.note_draft()
+    steps.gain = lambda: 1.5
+    assert steps.run(1000) == 1.0
 
 
 def test_others_are_given_a_try_before_a_long_rest_is_over() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from paceline.actors.engine.batch import SequenceSlice
 from paceline.actors.engine.config import NgramConfig, TargetEngineConfig
 from paceline.actors.engine.proposer import MAX_PAUSE_ROUNDS, NgramIndex, NgramProposer
 from paceline.actors.engine.target_engine import TargetEngine
-from tests.engine.fakes import Clock, HashRunner, make_submit
+from tests.engine.fakes import Clock, HashLaw, HashRunner, make_submit
 
 
 def scan(token_ids: list[int], min_n: int, max_n: int, num_tokens: int) -> list[int]:
@@ -124,3 +125,38 @@ def test_a_newcomer_begins_with_what_lookups_of_others_were_worth() -> None:
         lookups.append(target.snapshot().num_lookup_tokens_total - before)
     assert sum(lookups[:4]) > 0
     assert sum(lookups[-12:]) < sum(lookups[:12]) / 3
+
+
+class LoopLaw(HashLaw):
+    """Counts to seven again and again, once told to."""
+
+    looping = False
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        logits = super().logits(token_ids)
+        if self.looping:
+            logits[(token_ids[-1] + 1) % 7] = logits.max() + 50.0
+        return logits
+
+
+def test_lookups_that_seem_worthless_are_tried_now_and_then() -> None:
+    """Tokens cost so much that after text without repetitions a lookup is not worth one."""
+    clock = Clock()
+
+    def pass_time(batch: Sequence[SequenceSlice]) -> None:
+        clock.advance(0.02 + 0.004 * sum(len(item.token_ids) for item in batch))
+
+    law = LoopLaw()
+    config = TargetEngineConfig(ngram=NgramConfig(min_n=1, max_n=2))
+    target = TargetEngine(HashRunner(law, max_model_len=512, on_forward=pass_time), config, clock)
+    target.measure_step_costs()
+    for name in ("random", "looping"):
+        law.looping = name == "looping"
+        event = make_submit(name, range(32), max_tokens=400, temperature=1.0, seed=1)
+        target.submit("gateway", event)
+        before = target.snapshot()
+        while target.snapshot().num_running + target.snapshot().num_waiting:
+            target.step()
+    assert before.num_lookup_tokens_total > 0
+    found = target.snapshot()
+    assert found.num_accepted_lookup_tokens_total - before.num_accepted_lookup_tokens_total > 200
