@@ -187,6 +187,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     ngram: Annotated[bool, typer.Option(help="Prompt lookup beside the draft.")] = True,
     gamma: Annotated[int | None, typer.Option(help="Fixed draft length; default: adaptive.")] = None,
+    enforce_eager: Annotated[bool, typer.Option(help="Or: compile the draft's steps.")] = True,
     baselines: Annotated[bool, typer.Option(help="Run transformers as well.")] = True,
     seed: Annotated[int, typer.Option(help="Of the choice of prompts.")] = 0,
     name: Annotated[str, typer.Option(help="Name of the JSON file.")] = "single_stream",
@@ -206,6 +207,7 @@ def main(
             "draft": {
                 "model": draft,
                 "dtype": dtype,
+                "enforce_eager": enforce_eager,
                 "kv_cache": {"memory_gb": 0.5},
                 "enable_prefix_caching": False,
             },
@@ -252,6 +254,7 @@ def main(
         "dtype": dtype,
         "ngram": ngram,
         "num_speculative_tokens": gamma,
+        "enforce_eager": enforce_eager,
         "max_tokens": max_tokens,
     }
     report(runs, before, counters, name, settings)

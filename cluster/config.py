@@ -231,6 +231,16 @@ class DraftConfig(ModelPool):
         _check_quantization(self.quantization, self.device)
         return self
 
+    @model_validator(mode="after")
+    def _compiled_alone(self) -> DraftConfig:
+        if not self.enforce_eager and self.tensor_parallel_size > 1:
+            raise ConflictError(
+                "enforce_eager",
+                f"is false, yet tensor_parallel_size is {self.tensor_parallel_size}: compiled steps are not "
+                "divided among ranks — set it to true",
+            )
+        return self
+
 
 class NgramConfig(Section):
     """Prompt lookup on the target, for sequences without a draft: what followed the last occurrence of the
@@ -311,10 +321,11 @@ class GatewayConfig(ReplicaPool):
     """Longest life of a request, queues and stream included, unless it brings a shorter one; it ends with
     DEADLINE_EXCEEDED. This is also when a request is ended whose cancellation was lost; null = no limit."""
     resume_timeout_s: Seconds = 9.0
-    """How long a request whose target was lost may wait for another one, before it ends with UNAVAILABLE. A
-    single target that is to be waited for needs as long as its weights take to load."""
+    """How long a request whose target was lost, or gave it back, may be without one in all until it makes
+    progress, before it ends with UNAVAILABLE. A single target that is to be waited for needs as long as its
+    weights take to load."""
     cold_start_timeout_s: Seconds = 300.0
-    """How long a request may wait for the first target, where the target pool can go to sleep."""
+    """How long a request that has not begun may wait for a target, where the target pool can go to sleep."""
     graceful_shutdown_timeout_s: Seconds = 30.0
     """How long a gateway that is stopped may take to finish its requests."""
 

@@ -105,6 +105,17 @@ def test_drafts_are_quantised_where_they_can_and_targets_only_when_asked() -> No
     )
 
 
+@pytest.mark.parametrize("deterministic", [None, True, False])
+def test_a_draft_may_be_compiled_whatever_the_targets_are(deterministic: bool | None) -> None:
+    config = load_config(
+        {"model": "m", "deterministic": deterministic, "draft": {"model": "d", "enforce_eager": False}}
+    )
+    assert target_spec(config, "t").model.deterministic is deterministic
+    assert target_spec(config, "t").model.enforce_eager
+    assert not draft_spec(config, "d").model.enforce_eager
+    assert draft_spec(load_config({"model": "m", "draft": "d"}), "d").model.enforce_eager
+
+
 @pytest.mark.parametrize("mode", LogprobsMode)
 def test_the_law_of_log_probabilities_reaches_the_target(mode: LogprobsMode) -> None:
     assert target_spec(load_config({"model": "m"}), "t").engine.logprobs_mode is LogprobsMode.RAW
@@ -249,6 +260,10 @@ def test_a_wrong_value_is_refused(content: dict[str, Any], problem: str) -> None
         (
             {"draft": {"model": "d", "device": "cuda", "quantization": "int8"}},
             "draft.quantization: int8 is not available on cuda",
+        ),
+        (
+            {"draft": {"model": "d", "tensor_parallel_size": 2, "enforce_eager": False}},
+            "draft.enforce_eager: is false, yet tensor_parallel_size is 2",
         ),
         ({"speculation": {"ngram": {"min_n": 5}}}, "speculation.ngram.min_n: is 5, above max_n = 4"),
         (
