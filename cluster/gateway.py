@@ -249,12 +249,14 @@ class Gateway:
 
     def on_ready(self) -> None:
         self._ready.set()
-        if self._retry is None:
-            for waiting in list(self._waiting.values()):
+        for waiting in list(self._waiting.values()):
+            if self._retry is None or not waiting.sequence.refused_by:
                 self._place(waiting.sequence)
 
     def on_joined(self, target: AttachedTarget) -> None:
         """What waits, or queues elsewhere, may begin here at once."""
+        for sequence in self._live.values():
+            sequence.refused_by.discard(target.target_id)  # a former one of this name
         if target.load.accepting:
             for waiting in list(self._waiting.values()):  # also those that wait to ask the others again
                 self._place(waiting.sequence)
@@ -387,6 +389,8 @@ class Gateway:
                 target.submit(sequence)
             except PacelineError as error:
                 self._pool.lose(target, str(error))
+                if sequence.ended or sequence.sequence_id in self._places:
+                    return  # that loss was looked after, for this one as well
                 continue
             self._places[sequence.sequence_id] = target
             self._num_placements += 1
@@ -454,7 +458,7 @@ class Gateway:
     def _wait_for_others(self) -> None:
         """A target takes nothing more: those that wait may have to wait for one that must be started."""
         for waiting in list(self._waiting.values()):
-            self._wait_for(waiting.sequence, self._what_to_wait_for(waiting.sequence))
+            self._place(waiting.sequence)
         self._wake_if_wanted()
 
     def _wake_if_wanted(self) -> None:

@@ -145,7 +145,9 @@ class StepCostModel:
         bucket = token_bucket(num_tokens)
         if disturbed:
             if bucket in self._medians and bucket not in self._disturbed:
-                return
+                if bucket in self._sizes:
+                    return
+                del self._medians[bucket]  # a lone one that is believed no more
             self._disturbed.add(bucket)
         elif bucket in self._disturbed:
             self._disturbed.remove(bucket)

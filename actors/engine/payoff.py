@@ -21,7 +21,7 @@ CLEARLY = 3.0
 """As few do where the loss is so many standard errors large."""
 REMEMBERED_STEPS = 64
 """By which a load is judged."""
-LONGEST_PLAIN, LONGEST_DRAFTED = 2.0, 4.0
+LONGEST_STEP = 2.5
 """A step counts as that many medians of its kind at most: what holds up a process (a stopped machine, a page
 that is read from a disk) is neither the drafts' doing nor to be set against theirs."""
 PLAIN_STEPS = 8
@@ -42,14 +42,9 @@ DEVIATION = 0.5
 
 
 class _Recent:
-    """The last steps with drafts, or the last without.
+    """The last steps with drafts, or the last without."""
 
-    Args:
-        longest: what a step may count for, in medians.
-    """
-
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
+    def __init__(self) -> None:
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=REMEMBERED_STEPS)
         """Sequences, the tokens that they committed, and for how many steps of the model it took."""
 
@@ -78,7 +73,7 @@ class _Recent:
 
     def _cut(self) -> list[float]:
         lengths = [model_steps for _, _, model_steps in self._steps]
-        longest = self._longest * sorted(lengths)[(len(lengths) - 1) // 2]
+        longest = LONGEST_STEP * sorted(lengths)[(len(lengths) - 1) // 2]
         return [min(length, longest) for length in lengths]
 
 
@@ -86,11 +81,13 @@ class _Recent:
 class _Load:
     """About so many sequences at once."""
 
-    plain: _Recent = field(default_factory=lambda: _Recent(LONGEST_PLAIN))
+    size: int = 0
+    """Bit length of their number."""
+    plain: _Recent = field(default_factory=_Recent)
     """Without drafts."""
     plain_at: int = 0
     """The last step without."""
-    drafted: _Recent = field(default_factory=lambda: _Recent(LONGEST_DRAFTED))
+    drafted: _Recent = field(default_factory=_Recent)
     """With drafts, since the last rest."""
     gain: float | None = None
     least_rest: int = SHORTEST_REST
@@ -101,6 +98,11 @@ class _Load:
     """In steps that could be drafted, at whatever load."""
     num_arrivals: int = 0
     """Since the rest began."""
+
+    @property
+    def loses(self) -> bool:
+        """As last judged."""
+        return self.gain is not None and self.gain < LEAST_GAIN
 
     @property
     def is_plain_known(self) -> bool:
@@ -115,16 +117,25 @@ class Payoff:
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
-        """By the bit length of the number of sequences."""
+        """By size."""
         self._load = _Load()
         """The present one."""
         self._num_steps = 0
         self._num_draftable = 0
+        self._draft_noted_at: int | None = None
 
     @property
     def resting(self) -> bool:
-        """At the present load."""
-        return self._load.rest_until > self._num_draftable
+        """At the present load. One that has lost is not tried while a smaller one rests that has, too: loads
+        that take turns would each have trials of their own, and lose many times what one may."""
+        load = self._load
+        return self._rests(load) or (
+            load.loses
+            and any(
+                other.size < load.size and other.loses and self._rests(other)
+                for other in self._loads.values()
+            )
+        )
 
     @property
     def gain(self) -> float | None:
@@ -141,11 +152,15 @@ class Payoff:
         self._load.num_arrivals += 1
 
     def note_draft(self) -> None:
-        """A draft has come, which may be better than those that were judged. No load rests any more."""
+        """A draft has come, which may be better than those that were judged: no load rests any more. Not so
+        where drafts come and go."""
+        noted_at, self._draft_noted_at = self._draft_noted_at, self._num_draftable
+        if noted_at is not None and self._num_draftable - noted_at < LONGEST_REST:
+            return
         for load in self._loads.values():
             load.rest_until = 0
             load.least_rest = load.next_rest = SHORTEST_REST
-            load.drafted = _Recent(LONGEST_DRAFTED)
+            load.drafted = _Recent()
 
     def record(
         self,
@@ -204,9 +219,9 @@ class Payoff:
         size = num_running.bit_length()
         load = self._loads.get(size)
         if load is None:
-            load = self._loads[size] = _Load()
+            load = self._loads[size] = _Load(size)
             judged = [other for other in self._loads if other < size and self._loads[other].gain is not None]
-            if judged and (self._loads[max(judged)].gain or LEAST_GAIN) < LEAST_GAIN:
+            if judged and self._loads[max(judged)].loses:
                 # What does not pay for fewer will hardly pay for more. The further away, the less that says.
                 rest = self._loads[max(judged)].least_rest >> (size - max(judged) - 1)
                 self._begin_rest(load, max(rest, SHORTEST_REST))
@@ -230,7 +245,10 @@ class Payoff:
     def _begin_rest(self, load: _Load, num_steps: int) -> None:
         load.rest_from, load.rest_until = self._num_draftable, self._num_draftable + num_steps
         load.num_arrivals = 0
-        load.drafted = _Recent(LONGEST_DRAFTED)
+        load.drafted = _Recent()
+
+    def _rests(self, load: _Load) -> bool:
+        return load.rest_until > self._num_draftable
 
     def _shorten_rest(self, load: _Load, num_running: int) -> None:
         """None of those that the drafts were judged by is left. (Large crowds are all alike.)"""
@@ -240,7 +258,7 @@ class Payoff:
             and num_rested >= load.least_rest
             and load.num_arrivals >= num_running
         ):
-            load.rest_until = self._num_draftable
+            load.rest_until, load.gain = self._num_draftable, None
 
 
 def _least_rest(drafted: _Recent, gain: float) -> int:

@@ -301,3 +301,49 @@ async def test_targets_that_are_there_but_give_back_are_not_waited_for_as_sleepe
     assert targets.num_wakes == 0
     assert_clean(targets)
     await targets.gateway.close()
+
+
+# ---------------------------------------------------------------- targets that are listed again
+
+
+@pytest.mark.parametrize("what", ["nothing", "lost", "draining", "broken"])
+async def test_newcomers_are_placed_although_others_wait_to_ask_again(what: str) -> None:
+    """All targets give one request back, so that a retry is due; they are delisted for a moment, in which
+    others come; and while they accept again one of them is lost, leaves, or turns out to be gone."""
+    targets = SleepingTargets(resume_timeout_seconds=3.0, cold_start_timeout_seconds=20.0)
+    await targets.attach("a", "b", "c")
+    gateway, links = targets.gateway, [targets.links[name] for name in "abc"]
+    running = [gateway.open(checked(max_tokens=40)) for _ in links]
+    await settle()
+    for link in links:
+        link.commit(link.submits[0], 1)
+    bounced = gateway.open(checked(max_tokens=4))
+    await settle()
+    for epoch in range(len(links)):
+        for link in links:
+            for submit in link.submits[1:]:
+                if submit.epoch == epoch:
+                    link.finish(submit, FinishReason.CANCELLED)
+        await settle()
+    assert gateway.snapshot().num_waiting == 1
+    gateway.update_targets({})
+    newcomers = [gateway.open(checked(max_tokens=4)) for _ in links]
+    await settle()
+    assert gateway.snapshot().num_waiting == 4
+    if what == "broken":
+        links[0].dead = True
+    gateway.update_targets({name: f"{name}:1" for name in "abc"})
+    if what == "lost":
+        links[2].die()
+    elif what == "draining":
+        links[2].report(0, draining=True)
+    async with asyncio.timeout(2.0):
+        while gateway.snapshot().num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    streams = [*running, bounced, *newcomers]
+    assert gateway.snapshot().num_live == len(streams)
+    for stream in streams:
+        stream.close()
+    await settle()
+    assert_clean(targets)
+    await gateway.close()

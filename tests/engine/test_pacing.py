@@ -237,6 +237,17 @@ def test_one_slow_first_step_of_a_size_is_not_believed() -> None:
     assert cost(48) == pytest.approx(1.0), "twice is no accident"
 
 
+def test_disturbed_steps_are_better_than_a_lone_one_of_long_ago() -> None:
+    cost = StepCostModel()
+    for _ in range(3):
+        cost.record(1, 10.0)
+    cost.record(9, 25.0)
+    for _ in range(3 * LONE_RECORDS):
+        cost.record(1, 10.0)
+        cost.record(9, 30.0, disturbed=True)
+    assert cost(9) == 30.0
+
+
 def test_one_dear_step_of_a_size_is_believed_for_a_while() -> None:
     """What seems dear is not tried again, and would never be found to be cheap."""
     cost = StepCostModel()

@@ -219,6 +219,24 @@ def test_the_load_of_the_coming_step_decides() -> None:
     assert share[8] < 0.05
 
 
+def test_loads_that_take_turns_do_not_each_have_trials_of_their_own() -> None:
+    steps = Steps(lambda: 0.8)
+    sizes = [1, 2, 4, 8, 16, 32, 64]
+    for index in range(6000):
+        steps.num_sequences = sizes[index // 20 % len(sizes)]
+        steps.payoff.expect(steps.num_sequences)
+        steps.run(1)
+    assert sum(steps.drafted[2000:]) < 0.06 * 4000
+
+
+def test_drafts_that_come_and_go_do_not_undo_what_was_learnt() -> None:
+    steps = Steps(lambda: 0.5)
+    for _ in range(100):
+        steps.payoff.note_draft()
+        steps.run(60)
+    assert sum(steps.drafted[1000:]) < 0.03 * 5000
+
+
 def test_a_new_draft_is_tried_at_once() -> None:
     steps = Steps(lambda: 0.8)
     steps.run(3000)
