@@ -62,6 +62,20 @@ class Steps:
         return sum(self.drafted[-num_steps:]) / num_steps
 
 
+def record(steps: Steps, seconds: float, *, num_prompt_tokens: int = 0, drafted: bool = False) -> None:
+    """A step out of turn."""
+    count = steps.num_sequences
+    steps.payoff.record(
+        num_running=count,
+        num_sequences=count,
+        num_tokens=3 * count if drafted else count,
+        num_prompt_tokens=num_prompt_tokens,
+        seconds=seconds,
+        plain_seconds=STEP_SECONDS,
+        drafting=drafted,
+    )
+
+
 def test_drafts_that_clearly_pay_never_rest() -> None:
     assert Steps(lambda: 3.5).run(20_000) == 1.0
 
@@ -167,7 +181,7 @@ def test_a_machine_that_stops_in_a_plain_step_does_not_speak_for_drafts(pause: f
     while not steps.payoff.resting:
         steps.run(1)
     steps.run(3)
-    record_plain(steps, num_prompt_tokens=0, seconds=STEP_SECONDS + pause)
+    record(steps, STEP_SECONDS + pause)
     steps.run(1000)
     assert steps.run(4000) < 0.05
 
@@ -176,15 +190,7 @@ def test_a_machine_that_stops_in_a_plain_step_does_not_speak_for_drafts(pause: f
 def test_a_machine_that_stops_in_a_step_with_drafts_does_not_speak_against_them(gain: float) -> None:
     steps = Steps(lambda: gain, num_sequences=16)
     steps.run(1000)
-    steps.payoff.record(
-        num_running=16,
-        num_sequences=16,
-        num_tokens=48,
-        num_prompt_tokens=0,
-        seconds=10.0,
-        plain_seconds=STEP_SECONDS,
-        drafting=True,
-    )
+    record(steps, 10.0, drafted=True)
     assert steps.run(1000) == 1.0
 
 
@@ -263,24 +269,11 @@ def test_others_are_given_a_try_before_a_long_rest_is_over() -> None:
     assert SHORTEST_REST < rest < LONGEST_REST / 2
 
 
-def record_plain(steps: Steps, *, num_prompt_tokens: int, seconds: float) -> None:
-    count = steps.num_sequences
-    steps.payoff.record(
-        num_running=count,
-        num_sequences=count,
-        num_tokens=count,
-        num_prompt_tokens=num_prompt_tokens,
-        seconds=seconds,
-        plain_seconds=STEP_SECONDS,
-        drafting=False,
-    )
-
-
 def test_steps_that_read_prompts_before_drafts_begin_are_no_yardstick() -> None:
     """They take long for their prompts, and by what a size is thought to cost before it was met."""
     steps = Steps(lambda: 0.8)
     for _ in range(4):
-        record_plain(steps, num_prompt_tokens=4000, seconds=0.25)
+        record(steps, 0.25, num_prompt_tokens=4000)
     steps.run(1000)
     assert steps.payoff.gain == pytest.approx(0.8, rel=0.02)
     assert steps.run(2000) < 0.1
@@ -289,7 +282,7 @@ def test_steps_that_read_prompts_before_drafts_begin_are_no_yardstick() -> None:
 def test_a_plain_step_or_two_do_not_make_a_yardstick() -> None:
     steps = Steps(lambda: 1.2)
     for _ in range(2):
-        record_plain(steps, num_prompt_tokens=0, seconds=0.1)
+        record(steps, 0.1)
     steps.run(2000)
     assert steps.drafted.count(False) == PLAIN_STEPS
 
