@@ -249,17 +249,14 @@ class Gateway:
 
     def on_ready(self) -> None:
         self._ready.set()
-        for waiting in list(self._waiting.values()):
-            if self._retry is None or not waiting.sequence.refused_by:
-                self._place(waiting.sequence)
+        self._place_waiting()
 
     def on_joined(self, target: AttachedTarget) -> None:
         """What waits, or queues elsewhere, may begin here at once."""
         for sequence in self._live.values():
             sequence.refused_by.discard(target.target_id)  # a former one of this name
         if target.load.accepting:
-            for waiting in list(self._waiting.values()):  # also those that wait to ask the others again
-                self._place(waiting.sequence)
+            self._place_waiting()
         if not target.load.accepting or target.load.queueing:
             return
         present = dict(self._pool.present)
@@ -455,10 +452,14 @@ class Gateway:
         give_up = loop.call_at(until, self._fail, sequence, UnavailableError(text))
         self._waiting[sequence.sequence_id] = _Waiting(sequence, wait, now, give_up)
 
-    def _wait_for_others(self) -> None:
-        """A target takes nothing more: those that wait may have to wait for one that must be started."""
+    def _place_waiting(self) -> None:
+        """Look for targets anew, also for those that wait to ask the ones again that refused them."""
         for waiting in list(self._waiting.values()):
             self._place(waiting.sequence)
+
+    def _wait_for_others(self) -> None:
+        """A target takes nothing more: those that wait may have to wait for one that must be started."""
+        self._place_waiting()
         self._wake_if_wanted()
 
     def _wake_if_wanted(self) -> None:
