@@ -13,7 +13,11 @@ word, seed high word); word ``token id % 4`` of the result belongs to the token.
 from __future__ import annotations
 
 import math
+import sys
+from array import array
+from collections.abc import Sequence
 from enum import IntEnum
+from functools import cache
 from typing import Final, TypeVar, overload
 
 import numpy as np
@@ -63,7 +67,7 @@ class Purpose(IntEnum):
 
 
 def philox4x32(
-    c0: Words, c1: Words, c2: Words, c3: Words, k0: Words, k1: Words
+    c0: Words, c1: Words, c2: Words, c3: Words, k0: Words, k1: Words, ones: int = 1
 ) -> tuple[Words, Words, Words, Words]:
     """Philox4x32 with ten rounds.
 
@@ -71,39 +75,65 @@ def philox4x32(
         c0, c1, c2, c3: the counter, words in [0, 2**32). Python integers, or int64 arrays or tensors of
             shapes that broadcast.
         k0, k1: the key, words in [0, 2**32); same kinds.
+        ones: of integers that are packed words (see ``_ones``), the one that has 1 in each lane.
 
     Returns:
         Four words in [0, 2**32), of the broadcast shape.
     """
     # A 32x32-bit product wraps around to a negative int64, and >> then copies the sign: upper halves are
     # right only under the mask. Masks are put off until a word is multiplied or returned, since xor keeps
-    # the two halves of a number apart.
+    # the two halves of a number apart. Packed words stay in their lanes: products and sums are below 2**64,
+    # and what >> brings in from the next lane is above the mask.
+    mask = ones * _WORD
     for number in range(_ROUNDS):
         product_0 = c0 * _MULTIPLIER_0
         product_1 = c2 * _MULTIPLIER_1
-        c0 = ((product_1 >> 32) ^ c1 ^ (k0 + number * _KEY_STEP_0)) & _WORD
-        c2 = ((product_0 >> 32) ^ c3 ^ (k1 + number * _KEY_STEP_1)) & _WORD
+        c0 = ((product_1 >> 32) ^ c1 ^ (k0 + ones * (number * _KEY_STEP_0))) & mask
+        c2 = ((product_0 >> 32) ^ c3 ^ (k1 + ones * (number * _KEY_STEP_1))) & mask
         c1 = product_1
         c3 = product_0
-    return c0, c1 & _WORD, c2, c3 & _WORD
+    return c0, c1 & mask, c2, c3 & mask
 
 
 _FEW: Final = 12
-"""Up to so many calls or numbers Python's own integers and floats are faster than numpy's operations."""
+"""Up to so many numbers Python's own floats are faster than numpy's operations."""
+_FEW_CALLS: Final = 128
+"""Up to so many calls one operation on a long integer is faster than one of numpy, which costs most of a
+microsecond however little it does."""
 
 
-def _words_of_block(seed: int, position: int, block: int, purpose: Purpose) -> tuple[int, int, int, int]:
-    low, high = position & _WORD, position >> 32 & _WORD
-    return philox4x32(block, low, high, int(purpose), seed & _WORD, seed >> 32 & _WORD)
+@cache
+def _ones(num_lanes: int) -> int:
+    """1 in each lane of an integer that holds so many words, 64 bits for each: one operation on it is one on
+    all of them (Lamport: "Multiple byte processing with full-word instructions", 1975)."""
+    return _packed(array("Q", (1,) * num_lanes))
 
 
-def _words_of_few(calls: np.broadcast, purpose: Purpose) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """``words_of_blocks`` of broadcast (seeds, positions, blocks), one by one."""
-    words = [
-        _words_of_block(int(seed), int(position), int(block), purpose) for seed, position, block in calls
-    ]
-    found: IntArray = np.array(words, dtype=np.int64).reshape(*calls.shape, 4)
-    return found[..., 0], found[..., 1], found[..., 2], found[..., 3]
+def _packed(words: array[int] | IntArray) -> int:
+    return int.from_bytes(words.tobytes(), sys.byteorder)
+
+
+def _unpacked(number: int, num_lanes: int) -> bytes:
+    return number.to_bytes(8 * num_lanes, sys.byteorder)
+
+
+def _words_of_few(
+    seeds: IntArray, positions: IntArray, blocks: IntArray, purpose: Purpose
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """``words_of_blocks`` of arrays of one shape, with long integers."""
+    count, shape = blocks.size, blocks.shape
+    ones = _ones(count)
+    words = philox4x32(
+        _packed(blocks),
+        _packed(positions & _WORD),
+        _packed((positions >> 32) & _WORD),
+        ones * purpose,
+        _packed(seeds & _WORD),
+        _packed((seeds >> 32) & _WORD),
+        ones,
+    )
+    w0, w1, w2, w3 = (np.frombuffer(_unpacked(word, count), np.int64).reshape(shape) for word in words)
+    return w0, w1, w2, w3
 
 
 def words_of_blocks(
@@ -119,8 +149,9 @@ def words_of_blocks(
     Returns:
         Four int64 words in [0, 2**32), one per id of the block, each of the broadcast shape.
     """
-    if isinstance(blocks, np.ndarray) and blocks.size * positions.size <= _FEW:
-        return _words_of_few(np.broadcast(seeds, positions, blocks), purpose)
+    if isinstance(blocks, np.ndarray) and 0 < np.broadcast(seeds, positions, blocks).size <= _FEW_CALLS:
+        seeds, positions, blocks = np.broadcast_arrays(seeds, positions, blocks)
+        return _words_of_few(seeds, positions, blocks, purpose)
     return philox4x32(
         blocks,
         positions & _WORD,
@@ -150,9 +181,21 @@ def random_bits(
     return even ^ ((even ^ odd) & high)
 
 
-def bits_of_token(seed: int, position: int, token_id: int) -> int:
-    """``random_bits`` of one token, by Python's own integers."""
-    return _words_of_block(seed, position, token_id >> 2, Purpose.TOKEN)[token_id & 3]
+def bits_of_tokens(seed: int, position: int, token_ids: Sequence[int]) -> list[int]:
+    """``random_bits`` of some tokens at one position, by Python's own integers."""
+    count = len(token_ids)
+    ones = _ones(count)
+    words = philox4x32(
+        _packed(array("Q", [token_id >> 2 for token_id in token_ids])),
+        ones * (position & _WORD),
+        ones * (position >> 32 & _WORD),
+        ones * Purpose.TOKEN,
+        ones * (seed & _WORD),
+        ones * (seed >> 32 & _WORD),
+        ones,
+    )
+    lanes = [memoryview(_unpacked(word, count)).cast("Q") for word in words]
+    return [lanes[token_id & 3][index] for index, token_id in enumerate(token_ids)]
 
 
 # log m = 2 artanh(s), s = (m − 1)/(m + 1), as a series in s². With m in [√½, √2), s² < 0.0295 and what is

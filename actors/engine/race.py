@@ -19,7 +19,7 @@ from paceline.actors.engine.noise import (
     MAX_GUMBEL,
     FloatArray,
     IntArray,
-    bits_of_token,
+    bits_of_tokens,
     gumbel_of_bits,
     gumbel_of_number,
     random_bits,
@@ -44,8 +44,8 @@ _LARGE: Final = 64 * _FIRST
 _MOST_HELD: Final = 8192
 _DENSE: Final = 0.7
 """Share of the blocks in reach from which on all of them are hashed, without a list."""
-_FEW_RACES: Final = 3
-_FEW_TOKENS: Final = 12
+_FEW_RACES: Final = 6
+_FEW_TOKENS: Final = 32
 """Up to so many rows, and tokens in reach of each, numbers are faster than arrays."""
 
 
@@ -97,18 +97,17 @@ def _winner_of_few(
     ids = cut.ids
     if ids is None and len(values) >= _LARGE:
         return None
-    leader, score = best_id, gumbel_of_number(bits_of_token(seed, position, best_id))
+    leader, score = best_id, gumbel_of_number(bits_of_tokens(seed, position, [best_id])[0])
     if ids is None:
         ids = np.flatnonzero(values >= np.float32(max(cut.logit, _reachable(best, temperature, score))))
     if len(ids) > _FEW_TOKENS:
         return None
-    for token_id, value in zip(ids.tolist(), values[ids].tolist(), strict=True):
+    token_ids = ids.tolist()
+    all_bits = bits_of_tokens(seed, position, token_ids)
+    for token_id, value, bits in zip(token_ids, values[ids].tolist(), all_bits, strict=True):
         if token_id == best_id or (value == cut.logit and token_id > cut.last_id):
             continue
         log_weight = (value - best) / temperature
-        if log_weight + MAX_GUMBEL < score:
-            continue
-        bits = bits_of_token(seed, position, token_id)
         lead = log_weight - score + _BITS_MARGIN
         if 2**32 - bits > 1.0 + math.exp(min(max(lead, -_NO_BOUND), _NO_BOUND)):
             continue

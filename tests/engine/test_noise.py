@@ -13,6 +13,7 @@ from paceline.actors.engine.noise import (
     MAX_GUMBEL,
     MIN_GUMBEL,
     Purpose,
+    bits_of_tokens,
     derive_seed,
     gumbel,
     gumbel_of_bits,
@@ -88,6 +89,10 @@ class TestGenerator:
         assert tuple(int(word[0]) for word in arrays) == answer
         tensors = philox4x32(*(torch.tensor([word]) for word in counter + key))
         assert tuple(int(word[0]) for word in tensors) == answer
+        # Packed: between the words of two others, whose products must not reach over.
+        lanes = [(2**32 - 1) << 128 | word << 64 | 2**32 - 1 for word in counter + key]
+        packed = philox4x32(*lanes, 1 << 128 | 1 << 64 | 1)
+        assert tuple(word >> 64 & 2**64 - 1 for word in packed) == answer
 
     def test_arrays_and_tensors_equal_unbounded_integers(self) -> None:
         rng = np.random.default_rng(7)
@@ -123,6 +128,23 @@ class TestGenerator:
             some = random_bits(seeds[few], positions[few], ids[few])
             assert (some == bits[few]).all()
             assert (gumbel_of_bits(some).view(np.int64) == noise[few].view(np.int64)).all()
+
+    @pytest.mark.parametrize("count", [1, 2, 31, 127, 128, 129])
+    def test_up_to_the_last_few_calls_equal_many(self, count: int) -> None:
+        rng = np.random.default_rng(count)
+        seeds, positions = rng.integers(-(2**63), 2**63, 300), rng.integers(0, 2**62, 300)
+        ids = rng.integers(0, 2**24, 300)
+        some = random_bits(seeds[:count], positions[:count], ids[:count])
+        assert (some == random_bits(seeds, positions, ids)[:count]).all()
+
+    def test_numbers_of_one_position_equal_arrays(self) -> None:
+        ids = np.random.default_rng(5).integers(0, 2**24, 200)
+        for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1):
+            for position in (0, 2**32 - 1, 2**32, 2**40 + 3):
+                expected = random_bits(int64(seed_bits(seed)), int64(position), ids).tolist()
+                for count in (0, 1, 2, 9, 200):
+                    assert bits_of_tokens(seed, position, ids[:count].tolist()) == expected[:count]
+                    assert bits_of_tokens(seed_bits(seed), position, ids[:count].tolist()) == expected[:count]
 
     def test_few_calls_have_the_shape_of_many(self) -> None:
         seeds, positions = np.array([[5], [-6]]), np.array([[7], [8]])
