@@ -100,7 +100,7 @@ class DraftActor:
         self._constraints = model.constraints
         self._engine_loop = EngineLoop(
             engine,
-            wait_seconds=lambda: 0.0 if engine.has_work() else None,
+            wait_seconds=engine.wait_seconds,
             step=engine.step,
             take_output=lambda: engine.take_outbox() or None,
             publish=self._publish,

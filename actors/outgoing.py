@@ -166,6 +166,7 @@ class PendingVerdicts:
                 committed_token_ids=run[-1].committed_token_ids + verdict.committed_token_ids,
                 window=verdict.window,
                 branch_tokens=verdict.branch_tokens,
+                tail_tokens=verdict.tail_tokens,
             )
         else:
             run.append(verdict)

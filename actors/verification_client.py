@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -119,6 +120,7 @@ class VerificationClient:
         closes = [wire.close_from_proto(item) for item in message.closes]
         opens = [opened for item in message.opens if (opened := await self._read_open(item)) is not None]
         verdicts = [wire.verdict_from_proto(item) for item in message.verdicts]
+        received_at = time.monotonic()
         for close in closes:
             self._pending.forget(close.sequence_id, close.epoch)
 
@@ -128,7 +130,7 @@ class VerificationClient:
             for opened in opens:
                 engine.open(self.peer, opened)
             for verdict in verdicts:
-                engine.verdict(self.peer, verdict)
+                engine.verdict(self.peer, verdict, received_at)
 
         self._engine_loop.post(event)
         await self._engine_loop.relieve()

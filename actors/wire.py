@@ -431,6 +431,7 @@ def verdict_to_proto(verdict: m.Verdict) -> verification.Verdict:
         committed_token_ids=verdict.committed_token_ids,
         window=verdict.window,
         branch_tokens=verdict.branch_tokens,
+        tail_tokens=verdict.tail_tokens,
     )
 
 
@@ -443,6 +444,7 @@ def verdict_from_proto(proto: verification.Verdict) -> m.Verdict:
         committed_token_ids=tuple(proto.committed_token_ids),
         window=proto.window,
         branch_tokens=proto.branch_tokens,
+        tail_tokens=proto.tail_tokens,
     )
 
 

@@ -136,7 +136,7 @@ class Open(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., window: _Optional[int] = ..., prompt_length: _Optional[int] = ..., stopping: _Optional[_Union[_generation_pb2.StoppingParams, _Mapping]] = ..., constraint: _Optional[_Union[_generation_pb2.Constraint, _Mapping]] = ..., rule: _Optional[_Union[_generation_pb2.VerificationRule, str]] = ..., draft_seed: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("sequence_id", "epoch", "base_position", "num_accepted", "committed_token_ids", "window", "branch_tokens")
+    __slots__ = ("sequence_id", "epoch", "base_position", "num_accepted", "committed_token_ids", "window", "branch_tokens", "tail_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Verdict(_message.Message):
     COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     BRANCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     epoch: int
     base_position: int
@@ -151,7 +152,8 @@ class Verdict(_message.Message):
     committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     window: int
     branch_tokens: int
-    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., num_accepted: _Optional[int] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., branch_tokens: _Optional[int] = ...) -> None: ...
+    tail_tokens: int
+    def __init__(self, sequence_id: _Optional[str] = ..., epoch: _Optional[int] = ..., base_position: _Optional[int] = ..., num_accepted: _Optional[int] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., window: _Optional[int] = ..., branch_tokens: _Optional[int] = ..., tail_tokens: _Optional[int] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("sequence_id", "epoch")

@@ -24,6 +24,7 @@ from paceline.actors.engine.estimates import StepCostModel
 from paceline.actors.engine.fan_out import spare_tokens
 from paceline.actors.engine.messages import Candidates, Close, Decline, Open, Verdict
 from paceline.actors.engine.prefix_cache import BlockKey, PrefixCache
+from paceline.actors.engine.verdict_times import VerdictTimes
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class DraftEngine:
         self._pace = PrefillPace()
         self._branches = Branches(self._blocks, config.max_branches)
         self._step_cost = StepCostModel()
+        self._verdict_times = VerdictTimes()
         self._largest_step = 1
         self._step_seconds = 0.0
         self._step_tokens = 0
@@ -144,6 +146,7 @@ class DraftEngine:
         """The target's stream is gone: forget its sequences, free their blocks."""
         self._forget(peer)
         self._vocab_sizes.pop(peer, None)
+        self._verdict_times.forget(peer)
 
     def open(self, peer: str, event: Open) -> None:
         """Take a sequence, or decline it. A newer epoch replaces an older one of the same sequence."""
@@ -173,8 +176,13 @@ class DraftEngine:
         )
         self._sequences[sequence.key] = sequence
 
-    def verdict(self, peer: str, event: Verdict) -> None:
-        """Follow the target: commit, roll back what it did not take, set the window."""
+    def verdict(self, peer: str, event: Verdict, received_at: float | None = None) -> None:
+        """Follow the target: commit, roll back what it did not take, set the window.
+
+        Args:
+            received_at: when it reached this machine, by the engine's clock; None = now.
+        """
+        now = self._clock() if received_at is None else received_at
         sequence = self._find(peer, event.sequence_id, event.epoch)
         if sequence is None:
             return
@@ -187,7 +195,12 @@ class DraftEngine:
         except VerdictError as error:
             self._drop(sequence, str(error))
             return
+        if event.committed_token_ids:
+            self._verdict_times.note_verdict(sequence, now)
         sequence.window = max(0, event.window)
+        sequence.tail_tokens = event.tail_tokens
+        sequence.ready_at = None
+        sequence.note_ready(now)
         self._branches.after_commit(sequence, event.branch_tokens if sequence.window else 0)
         self._blocks.truncate(sequence.block_table, sequence.num_computed_tokens)
         self._remember(sequence)
@@ -201,6 +214,12 @@ class DraftEngine:
             self._remove(sequence)
 
     # ------------------------------------------------------------------ stepping
+
+    def wait_seconds(self) -> float | None:
+        """0.0: step now; None: nothing to do before an event; else wait for one at most so long."""
+        if not self.has_work():
+            return None
+        return self._verdict_times.seconds_to_wait(self._sequences.values(), self._clock())
 
     def has_work(self) -> bool:
         """Whether ``step`` would compute anything."""
@@ -222,6 +241,7 @@ class DraftEngine:
             return
         self._branches.begin(branches)
         self._num_steps += 1
+        is_spare = all(planned.sequence.ready_at is not None for planned in plan)
         try:
             self._compute(plan, branches)
         except ShardGroupError:
@@ -237,6 +257,8 @@ class DraftEngine:
         self._step_seconds = self._clock() - started
         self._step_tokens = sum(item.num_tokens for item in plan) + sum(item.num_tokens for item in branches)
         self._step_cost.record(self._step_tokens, self._step_seconds)
+        if is_spare:
+            self._verdict_times.note_spare_step(self._step_seconds)
         self._largest_step = max(self._largest_step, self._step_tokens)
         if plan:
             # What is done for branches alone is done in spare time.
@@ -419,12 +441,14 @@ class DraftEngine:
             sequence.num_computed_tokens += num_tokens
             self._num_turns += 1
             sequence.last_turn = self._num_turns
+        drawn_at = self._clock()
         for drafted, token_id, law, alternatives in draws.chosen:
             if isinstance(drafted, Branch):
                 self._branches.extend(planned_of[drafted], token_id, alternatives)
                 continue
             self._num_drafted += 1
             drafted.append(token_id, law)
+            drafted.note_ready(drawn_at)
             self._branches.note(drafted, len(drafted.token_ids) - 1, alternatives)
         for drafted in draws.stuck:
             if isinstance(drafted, Branch):

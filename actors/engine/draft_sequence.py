@@ -53,9 +53,11 @@ class DraftSequence:
         "prefix",
         "prepared",
         "processors",
+        "ready_at",
         "revision",
         "rule",
         "stuck",
+        "tail_tokens",
         "token_ids",
         "vocab_size",
         "window",
@@ -97,6 +99,10 @@ class DraftSequence:
         """Of the draft's prefix cache; the head of ``block_table`` unless that is empty."""
         self.revision = event.revisions[0]
         self.window = max(0, event.window)
+        self.tail_tokens = self.window
+        """Chain tokens that the target waits for."""
+        self.ready_at: float | None = None
+        """When it had so many; None: it has not."""
         self.last_turn = 0
         """When this sequence was last computed, in turns; no two sequences share a turn."""
         self.stuck = False
@@ -134,6 +140,11 @@ class DraftSequence:
             and self.num_chain_tokens < self.window
             and len(self.token_ids) < self.max_model_len
         )
+
+    def note_ready(self, now: float) -> None:
+        """To be told whenever the chain has grown, or another tail is waited for."""
+        if self.ready_at is None and self.num_chain_tokens >= self.tail_tokens:
+            self.ready_at = now
 
     def split(self) -> tuple[list[int], list[int]]:
         """Committed tokens, chain tokens."""

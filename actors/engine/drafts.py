@@ -287,8 +287,8 @@ class DraftBook:
             self._drafts[drafting.peer].acceptance.record(num_verified, num_accepted)
 
     def report(self, sequence: TargetSequence, window: int, now: float, branch_tokens: int = 0) -> None:
-        """Tell the draft what was committed since it was last told, its window, and how long a tail to
-        prepare for likely corrections.
+        """Tell the draft what was committed since it was last told, its window, how long a tail is waited
+        for, and how long a one to prepare for likely corrections.
 
         A draft at rest that is to stay at rest is told nothing: without speculation there is no traffic.
         A sequence that outgrew its draft is taken from it.
@@ -316,6 +316,7 @@ class DraftBook:
                 committed_token_ids=tuple(sequence.token_ids[known:]),
                 window=window,
                 branch_tokens=branch_tokens,
+                tail_tokens=min(sequence.tail_target, window),
             )
         )
         drafting.tell(length, window, now, branch_tokens)

@@ -189,6 +189,8 @@ class Verdict:
     window: int
     branch_tokens: int = 0
     """How long a tail it is worth preparing for each likely correction of the chain; 0 = for none."""
+    tail_tokens: int = 0
+    """How many tokens past the committed ones the target waits for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,5 +95,6 @@ def verdict(
     epoch: int = 1,
     accepted: int = 0,
     branch_tokens: int = 0,
+    tail_tokens: int = 0,
 ) -> Verdict:
-    return Verdict(sequence_id, epoch, base, accepted, tuple(token_ids), window, branch_tokens)
+    return Verdict(sequence_id, epoch, base, accepted, tuple(token_ids), window, branch_tokens, tail_tokens)

@@ -127,18 +127,19 @@ class Simulation:
         if device is self.draft_device:
             self._send_candidates(self.now)
             assert self.draft is not None
-            if self.draft.has_work():
+            wait = self.draft.wait_seconds()
+            if wait == 0.0:
                 self.draft.step()
                 self._occupy(device)
                 self._send_candidates(device.clock.now)
-            return
-        wait = self.target.wait_seconds()
-        self._publish(self.now)
-        if wait == 0.0:
-            self.target.step()
-            self._publish(device.clock.now)
-            self._occupy(device)
-        elif wait is not None:
+        else:
+            wait = self.target.wait_seconds()
+            self._publish(self.now)
+            if wait == 0.0:
+                self.target.step()
+                self._publish(device.clock.now)
+                self._occupy(device)
+        if wait:
             wake = device.wake
             self.at(self.now + wait, lambda: self.look(device) if device.wake == wake else None)
 
@@ -158,20 +159,25 @@ class Simulation:
                 self._open -= 1
         for told in outbox.drafts.values():
 
-            def hear(told=told) -> None:  # type: ignore[no-untyped-def]
+            def hear(arrived: float, told=told) -> None:  # type: ignore[no-untyped-def]
                 assert self.draft is not None
                 for closed in told.closes:
                     self.draft.close("t", closed)
                 for opened in told.opens:
                     self.draft.open("t", opened)
                 for verdict in told.verdicts:
-                    self.draft.verdict("t", verdict)
+                    self.draft.verdict("t", verdict, arrived)
 
             self._deliver(time, self.draft_device, hear)
 
-    def _deliver(self, time: float, device: Device, event: Callable[[], None]) -> None:
-        """``event`` leaves at ``time``."""
-        self.at(time + self._latency, lambda: self._tell(device, event))
+    def _deliver(self, time: float, device: Device, event: Callable[[float], None]) -> None:
+        """``event`` leaves at ``time``; it is told when it arrived."""
+
+        def arrive() -> None:
+            arrived = self.now
+            self._tell(device, lambda: event(arrived))
+
+        self.at(time + self._latency, arrive)
 
     def _send_candidates(self, time: float) -> None:
         assert self.draft is not None

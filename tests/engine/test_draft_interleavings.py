@@ -91,8 +91,17 @@ class Interleavings(RuleBasedStateMachine):
         extra=st.integers(0, 4),
         window=st.integers(0, MAX_WINDOW),
         branch_tokens=st.integers(0, MAX_WINDOW),
+        tail_tokens=st.integers(0, MAX_WINDOW),
     )
-    def judge(self, data: st.DataObject, accepted: int, extra: int, window: int, branch_tokens: int) -> None:
+    def judge(
+        self,
+        data: st.DataObject,
+        accepted: int,
+        extra: int,
+        window: int,
+        branch_tokens: int,
+        tail_tokens: int,
+    ) -> None:
         self.listen()
         if not self.mirrors:
             return
@@ -104,7 +113,15 @@ class Interleavings(RuleBasedStateMachine):
         base = len(mirror.committed)
         self.engine.verdict(
             peer,
-            verdict(name, base, committed, window=window, epoch=mirror.epoch, branch_tokens=branch_tokens),
+            verdict(
+                name,
+                base,
+                committed,
+                window=window,
+                epoch=mirror.epoch,
+                branch_tokens=branch_tokens,
+                tail_tokens=tail_tokens,
+            ),
         )
         common = min(len(committed), len(mirror.chain))
         if committed[:common] == mirror.chain[:common]:
