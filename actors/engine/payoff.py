@@ -9,8 +9,9 @@ rest, and are tried again later.
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
+
+from paceline.actors.engine.recent_steps import LONGEST_STEP, RecentSteps
 
 MEASURED_STEPS = 24
 """Steps with drafts before they are judged, those included in which drafts only catch up: they cost, too."""
@@ -19,11 +20,12 @@ MEASURED_ROUNDS = 128
 FEWEST_STEPS = 8
 CLEARLY = 3.0
 """As few do where the loss is so many standard errors large."""
-REMEMBERED_STEPS = 64
-"""By which a load is judged."""
-LONGEST_STEP = 2.5
-"""A step counts as that many medians of its kind at most: what holds up a process (a stopped machine, a page
-that is read from a disk) is neither the drafts' doing nor to be set against theirs."""
+FEWEST_LOST_STEPS = 3
+MOST_LOST = 20.0
+"""As few as those do where they have lost so many plain steps already."""
+CATCH_UP_STEPS, CATCH_UP_LOSS = 0.25, 0.04
+"""Of the steps of a rest. After it drafts have to read what was committed meanwhile. Steps in which they do
+say nothing of what drafts are worth, as long as there are no more of them, and they lose no more time."""
 PLAIN_STEPS = 8
 """Steps without drafts that show what such steps take."""
 LEAST_GAIN = 1.02
@@ -36,45 +38,10 @@ SHORTEST_REST, LONGEST_REST = 64, 1024
 """Steps; each trial that fails doubles the rest."""
 TRIAL_SHARE = 0.02
 """Of the time that trials may lose: where one loses much, what follows is longer from the start."""
+LONGEST_LEAST_REST = 4 * LONGEST_REST
 FEW_SEQUENCES = 8
 DEVIATION = 0.5
 """Of the tokens that a sequence commits in a step with drafts, relative to their mean."""
-
-
-class _Recent:
-    """The last steps with drafts, or the last without."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, int, float]] = deque(maxlen=REMEMBERED_STEPS)
-        """Sequences, the tokens that they committed, and for how many steps of the model it took."""
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def add(self, num_sequences: int, num_tokens: int, model_steps: float) -> None:
-        self._steps.append((num_sequences, num_tokens, model_steps))
-
-    @property
-    def rounds(self) -> int:
-        """Sequences, added over the steps."""
-        return sum(num_sequences for num_sequences, _, _ in self._steps)
-
-    @property
-    def model_steps(self) -> float:
-        """For how many steps of the model they took in all, outliers cut."""
-        return sum(self._cut())
-
-    @property
-    def efficiency(self) -> float:
-        """The tokens committed / those of the same time, were a token per sequence and step all, and nothing
-        done between steps."""
-        foretold = sum(step[0] * length for step, length in zip(self._steps, self._cut(), strict=True))
-        return sum(num_tokens for _, num_tokens, _ in self._steps) / max(foretold, 1e-9)
-
-    def _cut(self) -> list[float]:
-        lengths = [model_steps for _, _, model_steps in self._steps]
-        longest = LONGEST_STEP * sorted(lengths)[(len(lengths) - 1) // 2]
-        return [min(length, longest) for length in lengths]
 
 
 @dataclass(slots=True)
@@ -83,11 +50,11 @@ class _Load:
 
     size: int = 0
     """Bit length of their number."""
-    plain: _Recent = field(default_factory=_Recent)
+    plain: RecentSteps = field(default_factory=RecentSteps)
     """Without drafts."""
     plain_at: int = 0
     """The last step without."""
-    drafted: _Recent = field(default_factory=_Recent)
+    drafted: RecentSteps = field(default_factory=RecentSteps)
     """With drafts, since the last rest."""
     gain: float | None = None
     least_rest: int = SHORTEST_REST
@@ -98,6 +65,9 @@ class _Load:
     """In steps that could be drafted, at whatever load."""
     num_arrivals: int = 0
     """Since the rest began."""
+    num_catch_ups: int = 0
+    catch_up_loss: float = 0.0
+    """Steps since the rest in which drafts only caught up, and plain steps that were lost by them."""
 
     @property
     def loses(self) -> bool:
@@ -108,8 +78,24 @@ class _Load:
     def is_plain_known(self) -> bool:
         return len(self.plain) >= PLAIN_STEPS
 
+    @property
+    def plain_efficiency(self) -> float:
+        return self.plain.efficiency if self.is_plain_known else 1.0
+
     def measured_gain(self) -> float:
-        return self.drafted.efficiency / (self.plain.efficiency if self.is_plain_known else 1.0)
+        return self.drafted.efficiency / self.plain_efficiency
+
+    def num_lost(self, gain: float) -> float:
+        """Plain steps in whose time the steps with drafts brought nothing."""
+        return self.drafted.model_steps * max(1.0 - gain, 0.0)
+
+    def forgives(self, num_sequences: int, num_tokens: int, model_steps: float) -> bool:
+        """Whether a step in which drafts only catch up is none to judge them by."""
+        needed = num_tokens / (num_sequences * self.plain_efficiency)
+        self.num_catch_ups += 1
+        self.catch_up_loss += min(max(model_steps - needed, 0.0), LONGEST_STEP)
+        rest = self.rest_until - self.rest_from
+        return self.num_catch_ups <= CATCH_UP_STEPS * rest and self.catch_up_loss <= CATCH_UP_LOSS * rest
 
 
 class Payoff:
@@ -160,7 +146,7 @@ class Payoff:
         for load in self._loads.values():
             load.rest_until = 0
             load.least_rest = load.next_rest = SHORTEST_REST
-            load.drafted = _Recent()
+            load.drafted = RecentSteps()
 
     def record(
         self,
@@ -173,6 +159,7 @@ class Payoff:
         plain_seconds: float,
         drafting: bool,
         draftable: bool = True,
+        catching_up: bool = False,
     ) -> None:
         """One step.
 
@@ -185,6 +172,8 @@ class Payoff:
             plain_seconds: what the model takes for such a step without tails; 0.0 where nobody knows.
             drafting: any draft was asked for tokens.
             draftable: any could have been. A rest is not over by steps of requests that want no drafts.
+            catching_up: most of what drafts were asked for has to wait until they have read what was
+                committed while they rested.
         """
         self._num_steps += 1
         if not num_sequences or plain_seconds <= 0.0:
@@ -205,14 +194,20 @@ class Payoff:
             return
         if resting:
             return  # it begins with what was asked for before
+        if catching_up and load.forgives(num_sequences, num_tokens, model_steps):
+            return
         load.drafted.add(num_sequences, num_tokens, model_steps)
         num_steps, rounds = len(load.drafted), load.drafted.rounds
         error = DEVIATION / math.sqrt(rounds)
-        if num_steps < FEWEST_STEPS:
+        if num_steps < FEWEST_LOST_STEPS:
             return
-        if num_steps >= MEASURED_STEPS or rounds >= MEASURED_ROUNDS:
+        if num_steps >= MEASURED_STEPS or (num_steps >= FEWEST_STEPS and rounds >= MEASURED_ROUNDS):
             self._judge(load, error)
-        elif load.measured_gain() < LEAST_GAIN - CLEARLY * error:
+            return
+        gain = load.measured_gain()
+        if gain < LEAST_GAIN - CLEARLY * error and (
+            num_steps >= FEWEST_STEPS or load.num_lost(gain) >= MOST_LOST
+        ):
             self._judge(load, CLEARLY * error)
 
     def _load_of(self, num_running: int) -> _Load:
@@ -235,7 +230,7 @@ class Payoff:
         elif self._num_steps - load.plain_at > PLAIN_KNOWN_STEPS:
             self._begin_rest(load, PLAIN_STEPS)
         elif load.gain < LEAST_GAIN - error:
-            load.least_rest = _least_rest(load.drafted, load.gain)
+            load.least_rest = _least_rest(load.num_lost(load.gain) + load.catch_up_loss)
             rest = max(load.next_rest, load.least_rest)
             self._begin_rest(load, rest)
             load.next_rest = min(2 * rest, LONGEST_REST)
@@ -244,8 +239,9 @@ class Payoff:
 
     def _begin_rest(self, load: _Load, num_steps: int) -> None:
         load.rest_from, load.rest_until = self._num_draftable, self._num_draftable + num_steps
-        load.num_arrivals = 0
-        load.drafted = _Recent()
+        load.num_arrivals = load.num_catch_ups = 0
+        load.catch_up_loss = 0.0
+        load.drafted.restart()
 
     def _rests(self, load: _Load) -> bool:
         return load.rest_until > self._num_draftable
@@ -261,7 +257,6 @@ class Payoff:
             load.rest_until, load.gain = self._num_draftable, None
 
 
-def _least_rest(drafted: _Recent, gain: float) -> int:
+def _least_rest(num_lost: float) -> int:
     """Plain steps of which those that a trial has lost are no more than ``TRIAL_SHARE``."""
-    lost = drafted.model_steps * max(1.0 - gain, 0.0)
-    return min(max(round(lost / TRIAL_SHARE), SHORTEST_REST), LONGEST_REST)
+    return min(max(round(num_lost / TRIAL_SHARE), SHORTEST_REST), LONGEST_LEAST_REST)

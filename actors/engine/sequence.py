@@ -56,6 +56,8 @@ class Drafting:
     """It let a deadline pass: not waited for until it is heard of again."""
     branch_tokens: int = 0
     """What it was told last: how long a tail to prepare for likely corrections."""
+    catching_up: bool = False
+    """It was told to go on after a rest, and has not been heard of since."""
 
     @property
     def owes_answer(self) -> bool:
@@ -77,6 +79,7 @@ class Drafting:
         self.told[length] = self.told_at = now
         self.reported_length = length
         self.num_accepted = 0
+        self.catching_up = window > 0 and (self.catching_up or self.window == 0)
         self.window = window
         self.branch_tokens = branch_tokens
 
@@ -86,6 +89,7 @@ class Drafting:
         Returns:
             Seconds since the draft was told what they answer; None where they answer nothing.
         """
+        self.catching_up = False
         told_at: float | None = None
         if is_new_revision:
             told_at = self.told.get(base_position)

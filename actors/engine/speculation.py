@@ -138,6 +138,12 @@ class Speculator:
             return False
         return any(sequence.drafting is not None and sequence.drafting.window > 0 for sequence in running)
 
+    def catching_up(self, running: Iterable[TargetSequence]) -> bool:
+        """Whether most of the sequences that drafts are asked for wait until these have caught up with what
+        was committed during a rest."""
+        awake = [s.drafting for s in running if s.drafting is not None and s.drafting.window > 0]
+        return 2 * sum(drafting.catching_up for drafting in awake) > len(awake)
+
     def seconds_to_wait(self, running: Sequence[TargetSequence], elapsed: float, now: float) -> float:
         """0.0: start the step now. Else look again after so many seconds, or when candidates arrive.
 

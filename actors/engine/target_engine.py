@@ -172,6 +172,7 @@ class TargetEngine:
             return
         draft_running = self._speculator.draft_running(self._scheduler.running)
         drafting = self._speculator.drafting(self._scheduler.running)
+        catching_up = drafting and self._speculator.catching_up(self._scheduler.running)
         num_running, num_committed = len(self._scheduler.running), self._num_committed
         batch = [item.to_slice() for item in plan.scheduled]
         computing = self._clock()
@@ -207,6 +208,7 @@ class TargetEngine:
             plain_seconds=self._speculator.step_cost.plain(num_decoding, num_prompt),
             drafting=drafting,
             draftable=any(item.sequence.drafting is not None for item in plan.scheduled),
+            catching_up=catching_up,
         )
         self._end_step(plan, started, model_seconds)
 

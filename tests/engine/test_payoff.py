@@ -194,6 +194,81 @@ def test_a_machine_that_stops_in_a_step_with_drafts_does_not_speak_against_them(
     assert steps.run(1000) == 1.0
 
 
+@pytest.mark.parametrize(("every", "stall"), [(8, 0.6), (3, 0.6), (20, 1.0)])
+def test_what_holds_steps_with_drafts_up_again_and_again_speaks_against_them(
+    every: int, stall: float
+) -> None:
+    """Half of the steps are no accidents, but neither is one of eight."""
+    steps = Steps(lambda: 2.0)
+    steps.run(200)
+    lost = 0.0
+    for index in range(20_000):
+        drafting = not steps.payoff.resting
+        if drafting and index % every == 0:
+            record(steps, 0.033 + stall, drafted=True)
+            lost += stall
+        else:
+            steps.run(1)
+    assert lost < 0.12 * 20_000 * (STEP_SECONDS + GAP_SECONDS), "what it took to find out, and trials"
+    assert steps.payoff.gain is not None
+    assert steps.payoff.gain < 1.0
+
+
+def test_trials_of_drafts_that_lose_nearly_everything_are_short() -> None:
+    steps = Steps(lambda: 0.1, num_sequences=1)
+    steps.run(20_000)
+    drafted = steps.drafted.count(True)
+    assert drafted * 3 / 0.1 < 0.05 * 20_000
+    assert drafted > 10
+
+
+def rested(gain: float = 0.8) -> Steps:
+    """At the end of a rest of ``LONGEST_REST`` steps."""
+    steps = Steps(lambda: gain)
+    while not steps.payoff.resting or steps.payoff.gain is None:
+        steps.run(1)
+    for _ in range(5):
+        while steps.payoff.resting:
+            steps.run(1)
+        begun = len(steps.drafted)
+        while not steps.payoff.resting:
+            steps.run(1)
+    while steps.payoff.resting:
+        steps.run(1)
+    assert len(steps.drafted) - begun > 0.9 * LONGEST_REST
+    return steps
+
+
+def catch_up(steps: Steps, num_steps: int, seconds: float) -> None:
+    for _ in range(num_steps):
+        count = steps.num_sequences
+        steps.payoff.record(
+            num_running=count,
+            num_sequences=count,
+            num_tokens=count,
+            num_prompt_tokens=0,
+            seconds=seconds,
+            plain_seconds=STEP_SECONDS,
+            drafting=True,
+            catching_up=True,
+        )
+
+
+def test_drafts_that_have_to_catch_up_after_a_rest_are_not_judged_by_that() -> None:
+    steps = rested()
+    steps.gain = lambda: 2.0
+    catch_up(steps, 200, 1.1 * (STEP_SECONDS + GAP_SECONDS))
+    assert not steps.payoff.resting
+    assert steps.run(2000) > 0.99
+
+
+@pytest.mark.parametrize(("num_steps", "seconds"), [(300, 0.0242), (40, 0.066)])
+def test_drafts_that_catch_up_for_ever_or_at_a_great_cost_rest_again(num_steps: int, seconds: float) -> None:
+    steps = rested()
+    catch_up(steps, num_steps, seconds)
+    assert steps.payoff.resting
+
+
 def test_what_plain_steps_take_is_looked_at_again_however_much_drafts_seem_to_bring() -> None:
     steps = Steps(lambda: 2.0)
     steps.run(100)
@@ -351,3 +426,28 @@ def test_costs_that_no_forecast_knows_end_drafting() -> None:
     dear, gain = speed_of(drafted=True, message_seconds=0.008)
     assert gain < 1.0
     assert dear > 0.93 * plain
+
+
+def test_drafts_that_were_slow_for_a_while_are_taken_up_with_the_first_trial_after_that() -> None:
+    """While they rested 24 sequences have each said a thousand tokens that they know nothing of yet."""
+    run = Simulation(
+        f"{TARGET}&max_model_len=4096",
+        "emulated://d?base_ms=2&per_token_ms=0.05&acceptance=0.85&vocab_size=256&max_model_len=4096",
+        TargetEngineConfig(hardware=Hardware.SEPARATE, ngram=NgramConfig(enabled=False)),
+        message_seconds=0.01,
+    )
+    for index in range(24):
+        run.submit(submit(f"{index}", 3000))
+
+    def mend() -> None:
+        run._message_seconds = 0.0
+
+    run.at(15.0, mend)
+    run.run(until=20.0)
+    assert run.target.snapshot().drafts_rest
+    before = run.target.snapshot().num_committed_tokens_total
+    run.run(until=36.0)
+    snapshot = run.target.snapshot()
+    assert not snapshot.drafts_rest
+    assert snapshot.drafting_gain > 1.5
+    assert snapshot.num_committed_tokens_total - before > 1.5 * 24 * 16.0 / STEP_SECONDS
