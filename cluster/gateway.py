@@ -27,9 +27,11 @@ from paceline.cluster.time_limit import TimeLimit
 logger = logging.getLogger(__name__)
 
 REFUSED_RETRY_SECONDS = 0.25
-"""A sequence that was running already and finds every target full asks again after this time."""
+"""Where sequences that were running already wait for a place and no report shows one, it is asked for
+again after this time."""
 
 _NOT_READY = "no target is ready; try again in a while"
+_CLOSING = "the gateway is shutting down; try again"
 _CAUSES = {
     Displacement.LOST: "the target was lost",
     Displacement.GIVEN_BACK: "the target is leaving",
@@ -93,6 +95,8 @@ class _Waiting:
     wait: Wait
     since: float
     """By the event loop's clock."""
+    began: float
+    """The same, if all that it has waited so far had been in one go."""
     give_up: asyncio.TimerHandle
 
 
@@ -101,6 +105,10 @@ class Gateway:
 
     All methods run on one event loop, and none of those that change a sequence waits: a sequence is
     always in exactly one of three states, placed on a target, waiting for one, or ended.
+
+    Those that wait come before those that come, the longest wait first: a target that was full for one of
+    them is closed to all until it shows room, and then it is they who hear of it first. While anybody waits
+    although there is a target, a retry is due: it tries for room where reports show none.
 
     Args:
         gateway_id: unique among the gateways of the service.
@@ -137,6 +145,7 @@ class Gateway:
         self._waiting: dict[str, _Waiting] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._retry: asyncio.TimerHandle | None = None
+        self._closed = False
         self._num_placements = 0
         self._num_failovers = 0
         self._num_ignored_messages = 0
@@ -166,9 +175,10 @@ class Gateway:
         return self._pool.identities
 
     async def awake_identities(self) -> list[TargetIdentity]:
-        """The same, but where the pool sleeps it is woken, and waited for as long as that may take."""
+        """The same, but where the pool sleeps it is woken, and waited for as long as that may take, or until
+        the gateway closes."""
         identities = await self.identities()
-        if identities or self._wake is None:
+        if identities or self._wake is None or self._closed:
             return identities
         timeout = self._settings.cold_start_timeout_seconds
         self._num_awaiting += 1
@@ -183,7 +193,7 @@ class Gateway:
         return self._pool.identities
 
     async def _until_ready(self) -> None:
-        while not self._pool.identities:
+        while not (self._pool.identities or self._closed):
             self._ready.clear()
             await self._ready.wait()
 
@@ -223,6 +233,9 @@ class Gateway:
             self._deadlines[sequence.sequence_id] = loop.call_at(
                 limit.deadline, self._fail, sequence, limit.exceeded()
             )
+        if self._closed:
+            self._fail(sequence, UnavailableError(_CLOSING))
+        self._place_waiting()
         self._place(sequence, preferred)
         return SequenceStream(sequence, self._stop, self._abandon)
 
@@ -238,9 +251,11 @@ class Gateway:
         )
 
     async def close(self) -> None:
-        """End what is live with UNAVAILABLE and leave every target. Idempotent."""
+        """End with UNAVAILABLE what is live and what is still to come, and leave every target. Idempotent."""
+        self._closed = True
+        self._ready.set()
         for sequence in list(self._live.values()):
-            self._fail(sequence, UnavailableError("the gateway is shutting down; try again"))
+            self._fail(sequence, UnavailableError(_CLOSING))
         if self._retry is not None:
             self._retry.cancel()
         await self._pool.close()
@@ -255,6 +270,7 @@ class Gateway:
         """What waits, or queues elsewhere, may begin here at once."""
         for sequence in self._live.values():
             sequence.refused_by.discard(target.target_id)  # a former one of this name
+            sequence.avoids.discard(target.target_id)
         if target.load.accepting:
             self._place_waiting()
         if not target.load.accepting or target.load.queueing:
@@ -322,13 +338,16 @@ class Gateway:
             self._fail(sequence, _invalid_argument(message.error))
         elif message.reason is FinishReason.ERROR and message.resource_exhausted:
             sequence.refused_by.add(target.target_id)
+            if sequence.resuming or self._waiting:
+                target.refuse()
+                self._retry_later()
             self._place(sequence)
         elif message.reason is FinishReason.ERROR and message.deadline_exceeded and sequence.limit:
             self._fail(sequence, sequence.limit.exceeded())
         elif message.reason is FinishReason.CANCELLED:
             # Not cancelled by us: the target is leaving and gives its sequences back.
             if not has_begun:  # it may not have said yet that it leaves
-                sequence.refused_by.add(target.target_id)
+                sequence.avoids.add(target.target_id)
             self._replace(sequence, Displacement.GIVEN_BACK)
         elif not target.load.accepting:
             self._replace(sequence, Displacement.LOST)
@@ -337,7 +356,7 @@ class Gateway:
             # request's: it must not go round and fail every target.
             logger.warning("target %s failed a sequence, trying again: %s", target.target_id, message.error)
             sequence.failed_before = True
-            sequence.refused_by.add(target.target_id)
+            sequence.avoids.add(target.target_id)
             self._replace(sequence, Displacement.LOST)
         else:
             logger.error("target %s failed a sequence again: %s", target.target_id, message.error)
@@ -346,10 +365,7 @@ class Gateway:
     def on_draining(self, target: AttachedTarget) -> None:
         """What has not begun there begins elsewhere at once, if there is an elsewhere."""
         for sequence in target.not_begun:
-            if not any(
-                other.load.accepting and other.target_id not in sequence.refused_by
-                for other in self._pool.present.values()
-            ):
+            if not self._open_targets() - sequence.refused_by - sequence.avoids:
                 continue
             target.cancel(sequence)
             self._release(sequence)
@@ -373,8 +389,8 @@ class Gateway:
             return
         while True:
             target_id = choose_target(
-                (target.load for target in self._pool.present.values()),
-                excluded=sequence.refused_by,
+                (target.load for target in self._pool.present.values() if not target.full),
+                excluded=sequence.refused_by | sequence.avoids,
                 preferred=preferred,
                 turn=self._num_placements,
             )
@@ -412,13 +428,13 @@ class Gateway:
     def _wait(self, sequence: Sequence) -> None:
         """No target takes the sequence now. A new one waits only for targets that are being dialled, or
         started; one that had a target waits for any."""
-        refused = bool(sequence.refused_by)
+        refused = bool(sequence.refused_by or sequence.avoids or self._pool.identities)
         if refused and not sequence.resuming:
             self._fail(sequence, OverloadedError("every target's queue is full; try again later"))
             return
-        if refused and self._retry is None:
-            loop = asyncio.get_running_loop()
-            self._retry = loop.call_later(REFUSED_RETRY_SECONDS, self._retry_waiting)
+        if refused:
+            self._retry_later()
+        sequence.refused_by.clear()  # it may be asked again when it shows room
         self._wait_for(sequence, self._what_to_wait_for(sequence))
         self._wake_if_wanted()
 
@@ -448,18 +464,35 @@ class Gateway:
         self._stop_waiting(sequence)
         loop = asyncio.get_running_loop()
         now = loop.time()
-        until = now + seconds - sequence.seconds_waited.get(wait, 0.0)
-        give_up = loop.call_at(until, self._fail, sequence, UnavailableError(text))
-        self._waiting[sequence.sequence_id] = _Waiting(sequence, wait, now, give_up)
+        began = now - sequence.seconds_waited.get(wait, 0.0)
+        give_up = loop.call_at(began + seconds, self._fail, sequence, UnavailableError(text))
+        self._waiting[sequence.sequence_id] = _Waiting(sequence, wait, now, began, give_up)
 
     def _place_waiting(self) -> None:
-        """Look for targets anew, also for those that wait to ask the ones again that refused them."""
-        for waiting in list(self._waiting.values()):
-            self._place(waiting.sequence)
+        """Give what room there is to those that wait. Looks at none of them where there is none."""
+        if not self._waiting:
+            return
+        if open_targets := self._open_targets():
+            for sequence in self._longest_waiting():
+                if open_targets <= sequence.avoids:
+                    continue
+                self._place(sequence)
+                if not (open_targets := self._open_targets()):
+                    break
+        if self._waiting:
+            self._retry_later()
+
+    def _open_targets(self) -> set[str]:
+        return {target_id for target_id, target in self._pool.present.items() if target.open}
+
+    def _longest_waiting(self) -> list[Sequence]:
+        waiting = sorted(self._waiting.values(), key=lambda item: item.began)
+        return [item.sequence for item in waiting]
 
     def _wait_for_others(self) -> None:
         """A target takes nothing more: those that wait may have to wait for one that must be started."""
-        self._place_waiting()
+        for sequence in self._longest_waiting():
+            self._place(sequence)
         self._wake_if_wanted()
 
     def _wake_if_wanted(self) -> None:
@@ -473,11 +506,22 @@ class Gateway:
             seconds = asyncio.get_running_loop().time() - waiting.since
             sequence.seconds_waited[waiting.wait] = sequence.seconds_waited.get(waiting.wait, 0.0) + seconds
 
+    def _retry_later(self) -> None:
+        if self._retry is None:
+            loop = asyncio.get_running_loop()
+            self._retry = loop.call_later(REFUSED_RETRY_SECONDS, self._retry_waiting)
+
     def _retry_waiting(self) -> None:
+        """Ask targets again that failed those that wait, or gave them back, and try for room at the full."""
         self._retry = None
+        for target in self._pool.present.values():
+            if self._waiting:
+                target.ask_again()
+            else:
+                target.forget_refusal()
         for waiting in self._waiting.values():
-            waiting.sequence.refused_by.clear()
-        self.on_ready()
+            waiting.sequence.avoids.clear()
+        self._place_waiting()
 
     # ------------------------------------------------------------ ending
 

@@ -93,11 +93,15 @@ class Sequence:
         """One per committed token where the request asks for them, else none."""
         self.speculation = SpeculationStats()
         self.refused_by: set[str] = set()
-        """Targets that were full, or failed it, since it made progress last: the others come first."""
+        """Targets that were full for it, since it made progress or waited last."""
+        self.avoids: set[str] = set()
+        """Targets that failed it or gave it back, since it made progress last: the others come first."""
         self.stopping = False
         """The gateway has cancelled it and waits for its statistics only."""
         self.result: SequenceResult | None = None
         self.error: Exception | None = None
+        self._end: FinishReason | None = None
+        """Why the committed tokens themselves end it."""
         self._changed = asyncio.Event()
         self._submitted = False
 
@@ -168,13 +172,16 @@ class Sequence:
         token_ids = message.token_ids[known:]
         if not token_ids:
             return Arrival.STALE
-        if find_stop(token_ids, len(self.committed), self.request.stopping).num_kept < len(token_ids):
+        stop = find_stop(token_ids, len(self.committed), self.request.stopping)
+        if stop.num_kept < len(token_ids):
             return Arrival.BROKEN
+        self._end = self._end or stop.reason
         self.committed.extend(token_ids)
         self.accepted.extend(message.accepted[known:])
         if self.request.logprobs is not None:
             self.logprobs.extend(message.logprobs[known:])
         self.refused_by.clear()
+        self.avoids.clear()
         self.displaced = None
         self.seconds_waited.clear()
         self._changed.set()
@@ -183,9 +190,7 @@ class Sequence:
     def find_end(self) -> FinishReason | None:
         """The reason to end that the committed tokens themselves give (a target may die between its last
         ``Committed`` and its ``Finished``)."""
-        if not self.committed:
-            return None
-        return find_stop(self.committed, 0, self.request.stopping).reason
+        return self._end
 
     def finish(self, reason: FinishReason, cached_prompt_tokens: int = 0) -> None:
         self.result = SequenceResult(

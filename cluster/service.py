@@ -176,14 +176,20 @@ class GenerationLogic:
                 self._constraint_threads, check_grammar, constraint
             )
         source = check_input(message)
-        model = await self._served_model()
+        model = await self._served_model(limit)
         check_size(source, model, self._codec.max_token_characters)
         token_ids = await self._run(source.size, lambda: self._encode(source))
         return check_request(message, token_ids, model, limit)
 
-    async def _served_model(self) -> ServedModel:
+    async def _served_model(self, limit: TimeLimit | None) -> ServedModel:
         """What every target at hand can serve, so that a request can move between them."""
-        identities = await self._gateway.awake_identities()
+        try:
+            async with asyncio.timeout_at(None if limit is None else limit.deadline):
+                identities = await self._gateway.awake_identities()
+        except TimeoutError:
+            if limit is None:
+                raise
+            raise limit.exceeded() from None
         lengths = [min(item.max_model_len, item.kv_capacity_tokens) for item in identities]
         if self._info.max_model_len is not None:
             lengths.append(self._info.max_model_len)

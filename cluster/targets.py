@@ -12,6 +12,7 @@ from paceline.actors.engine.messages import Cancel, Committed, Finished, Load, S
 from paceline.actors.execution_client import ExecutionEvents
 from paceline.actors.identity import TargetIdentity
 from paceline.cluster.placement import TargetLoad
+from paceline.cluster.queue_room import QueueRoom
 from paceline.cluster.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ class AttachedTarget:
         """Ids of those for which it has committed anything."""
         self._unreported: dict[str, int] = {}
         """Sequence id → its tokens, for submits after the last report."""
+        self._num_unreported_tokens = 0
+        """Their sum."""
+        self._room = QueueRoom()
         self._pool = pool
         self._events = events
 
@@ -85,7 +89,7 @@ class AttachedTarget:
             target_id=self.target_id,
             own_in_flight=len(self.sequences),
             own_unreported=len(self._unreported),
-            own_unreported_tokens=sum(self._unreported.values()),
+            own_unreported_tokens=self._num_unreported_tokens,
             reported=self.reported,
             leaving=self.leaving,
         )
@@ -107,11 +111,39 @@ class AttachedTarget:
         num_waiting = self.reported.num_waiting if self.reported is not None else 0
         return self.not_begun[-num_waiting:] if num_waiting else []
 
+    @property
+    def full(self) -> bool:
+        """It refused a sequence (see ``refuse``) and shows no room since."""
+        return self._room.is_full(self._num_queued)
+
+    @property
+    def open(self) -> bool:
+        """It takes sequences, as far as can be known."""
+        return self.load.accepting and not self.full
+
+    def refuse(self) -> None:
+        """Its queue was full for one that waits for a place, or that others wait with."""
+        self._room.refuse()
+
+    def ask_again(self) -> None:
+        """Its reports show no room: try for some."""
+        if self.full:
+            self._room.widen(self._num_queued)
+
+    def forget_refusal(self) -> None:
+        """Nobody waits for a place there."""
+        self._room.forget()
+
+    @property
+    def _num_queued(self) -> int:
+        return len(self._unreported) + (self.reported.num_waiting if self.reported is not None else 0)
+
     def submit(self, sequence: Sequence) -> None:
         """Raises: PacelineError if the target is gone."""
         self.link.submit(sequence.next_submit(asyncio.get_running_loop().time()))
         self.sequences[sequence.sequence_id] = sequence
         self._unreported[sequence.sequence_id] = sequence.num_tokens
+        self._num_unreported_tokens += sequence.num_tokens
 
     def cancel(self, sequence: Sequence) -> None:
         self.link.cancel(Cancel(sequence.sequence_id, sequence.epoch))
@@ -119,7 +151,7 @@ class AttachedTarget:
     def release(self, sequence: Sequence) -> None:
         """The sequence is not here any more."""
         self.sequences.pop(sequence.sequence_id, None)
-        self._unreported.pop(sequence.sequence_id, None)
+        self._num_unreported_tokens -= self._unreported.pop(sequence.sequence_id, 0)
         self._begun.discard(sequence.sequence_id)
         self._pool.leave_if_idle(self)
 
@@ -137,6 +169,8 @@ class AttachedTarget:
         was_draining = self.reported is not None and self.reported.draining
         self.reported = load
         self._unreported.clear()
+        self._num_unreported_tokens = 0
+        self._room.report(load.num_waiting)
         if not load.draining:
             self._events.on_ready()
         elif not was_draining:

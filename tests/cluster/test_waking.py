@@ -6,8 +6,11 @@ import asyncio
 
 import pytest
 
-from paceline.cluster.errors import UnavailableError
+from paceline.cluster.errors import TimeExceededError, UnavailableError
 from paceline.cluster.gateway import Gateway, GatewaySettings
+from paceline.cluster.service import GenerationLogic, ServiceInfo
+from paceline.cluster.tokenization import EmulatedCodec
+from paceline.protos import generation_pb2 as proto
 from tests.cluster.scripted import ScriptedTargets, assert_clean, checked, collect, completion, placed, settle
 
 
@@ -84,3 +87,54 @@ async def test_a_pool_that_does_not_wake_in_time_is_unavailable() -> None:
         await anext(stream)
     assert_clean(targets)
     await targets.gateway.close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_requests_time_is_over_also_while_the_pool_wakes(own: bool, streaming: bool) -> None:
+    targets = SleepingTargets(**({} if own else {"request_timeout_seconds": 0.05}))
+    logic = GenerationLogic(targets.gateway, EmulatedCodec(256), ServiceInfo("toy"))
+    message = proto.GenerateRequest(model="toy", prompt="hello", timeout_s=0.05 if own else None)
+    async with asyncio.timeout(2.0):
+        with pytest.raises(TimeExceededError, match=r"timeout_s = 0\.05" if own else r"limit of 0\.05 s"):
+            await (anext(logic.generate_stream(message)) if streaming else logic.generate(message))
+    assert targets.num_wakes == 1
+    assert not targets.gateway.wants_target, "nobody waits for it any more"
+    logic.close()
+    assert_clean(targets)
+    await targets.gateway.close()
+
+
+async def test_a_request_that_has_time_left_waits_for_the_pool() -> None:
+    targets = SleepingTargets()
+    logic = GenerationLogic(targets.gateway, EmulatedCodec(256), ServiceInfo("toy"))
+    message = proto.GenerateRequest(model="toy", prompt="hello", timeout_s=60.0)
+    message.stopping.max_tokens = 2
+    asked = asyncio.create_task(logic.generate(message))
+    await settle()
+    await targets.attach("a")
+    link, submit = placed(targets)
+    link.commit(submit, 2)
+    link.finish(submit)
+    assert len((await asked).choices[0].token_ids) == 2
+    logic.close()
+    assert_clean(targets)
+    await targets.gateway.close()
+
+
+async def test_a_gateway_that_closes_ends_every_wait_at_once() -> None:
+    targets = SleepingTargets()
+    asked = asyncio.create_task(targets.gateway.awake_identities())
+    await settle()
+    assert targets.gateway.wants_target
+    async with asyncio.timeout(2.0):
+        await targets.gateway.close()
+        assert await asked == []
+        assert await targets.gateway.awake_identities() == []
+        with (
+            targets.gateway.open(checked(max_tokens=1)) as stream,
+            pytest.raises(UnavailableError, match="shutting down"),
+        ):
+            await anext(stream)
+    assert targets.num_wakes == 1
+    assert_clean(targets)
