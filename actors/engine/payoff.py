@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from paceline.actors.engine.recent_steps import LONGEST_STEP, RecentSteps
 
 MEASURED_STEPS = 24
-"""Steps with drafts before they are judged, those included in which drafts only catch up: they cost, too."""
+"""Steps with drafts before they are judged."""
 MEASURED_ROUNDS = 128
 """The same of sequences, added over the steps: many at a time show sooner what drafts bring."""
 FEWEST_STEPS = 8
@@ -39,6 +39,7 @@ SHORTEST_REST, LONGEST_REST = 64, 1024
 TRIAL_SHARE = 0.02
 """Of the time that trials may lose: where one loses much, what follows is longer from the start."""
 LONGEST_LEAST_REST = 4 * LONGEST_REST
+"""The longest that follows from such a loss."""
 FEW_SEQUENCES = 8
 DEVIATION = 0.5
 """Of the tokens that a sequence commits in a step with drafts, relative to their mean."""

@@ -26,7 +26,8 @@ class VerdictTimes:
         """Of a step that could have waited."""
 
     def note_verdict(self, sequence: DraftSequence, now: float) -> None:
-        """A verdict that commits something arrived at ``now``, and is not applied yet."""
+        """A verdict that commits something arrived at ``now``. To be told before ``ready_at`` is that of the
+        next tail."""
         if sequence.ready_at is not None and now > sequence.ready_at:
             known = self._verify_seconds.setdefault(sequence.key.peer, RecentMedian())
             known.add(now - sequence.ready_at)
