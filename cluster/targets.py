@@ -131,7 +131,7 @@ class AttachedTarget:
             self._room.widen(self._num_queued)
 
     def forget_refusal(self) -> None:
-        """Nobody waits for a place there."""
+        """Nobody waits for a place there, or not any more."""
         self._room.forget()
 
     @property
@@ -232,6 +232,7 @@ class TargetPool:
             if (returning := self._find_leaving(target_id, address)) is not None:
                 self._leaving.discard(returning)
                 returning.leaving = False
+                returning.forget_refusal()  # of another time
                 self._present[target_id] = returning
                 self._events.on_ready()
             else:

@@ -188,15 +188,16 @@ class DraftEngine:
             return
         try:
             self._check_token_ids(event.committed_token_ids)
-            self._num_discarded += self._branches.before_commit(
+            num_discarded = self._branches.before_commit(
                 sequence, event.base_position, event.committed_token_ids
             )
-            self._num_discarded += sequence.commit(event.base_position, event.committed_token_ids)
+            num_discarded += sequence.commit(event.base_position, event.committed_token_ids)
         except VerdictError as error:
             self._drop(sequence, str(error))
             return
+        self._num_discarded += num_discarded
         if event.committed_token_ids:
-            self._verdict_times.note_verdict(sequence, now)
+            self._verdict_times.note_verdict(sequence, num_discarded > 0, now)
         sequence.window = max(0, event.window)
         sequence.tail_tokens = event.tail_tokens
         sequence.ready_at = None

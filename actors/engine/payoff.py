@@ -93,10 +93,13 @@ class _Load:
     def forgives(self, num_sequences: int, num_tokens: int, model_steps: float) -> bool:
         """Whether a step in which drafts only catch up is none to judge them by."""
         needed = num_tokens / (num_sequences * self.plain_efficiency)
-        self.num_catch_ups += 1
-        self.catch_up_loss += min(max(model_steps - needed, 0.0), LONGEST_STEP)
+        loss = self.catch_up_loss + min(max(model_steps - needed, 0.0), LONGEST_STEP)
         rest = self.rest_until - self.rest_from
-        return self.num_catch_ups <= CATCH_UP_STEPS * rest and self.catch_up_loss <= CATCH_UP_LOSS * rest
+        if self.num_catch_ups >= CATCH_UP_STEPS * rest or loss > CATCH_UP_LOSS * rest:
+            return False
+        self.num_catch_ups += 1
+        self.catch_up_loss = loss
+        return True
 
 
 class Payoff:

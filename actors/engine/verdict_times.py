@@ -2,7 +2,9 @@
 
 A draft that runs ahead makes tokens that are rarely needed while it waits for its target. When the verdict
 corrects the chain, the fresh start has to wait for the step that is on, half a step on average. So shortly
-before a verdict is due no such step is begun.
+before a verdict is due no such step is begun. Where it accepts the chain instead that time is lost. To wait r
+seconds for a verdict that corrects with probability P, instead of a step of s, wins s − r or loses r: it is
+worth it while r < P·s.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from paceline.actors.engine.draft_sequence import DraftSequence
 from paceline.actors.engine.estimates import RecentMedian
 
 GRACE = 0.5
-"""In spare steps: how much later than usual a verdict may be before steps go on."""
+"""How much later than usual a verdict may be before steps go on, of what it may be waited for before."""
+PRIOR_CORRECTED = 0.5
+CORRECTED_WEIGHT = 0.05
+"""Of the last verdict."""
 
 
 class VerdictTimes:
@@ -22,21 +27,27 @@ class VerdictTimes:
 
     def __init__(self) -> None:
         self._verify_seconds: dict[str, RecentMedian] = {}
+        self._corrected: dict[str, float] = {}
+        """Recent share of the verdicts that corrected a chain."""
         self._spare_seconds = RecentMedian()
         """Of a step that could have waited."""
 
-    def note_verdict(self, sequence: DraftSequence, now: float) -> None:
-        """A verdict that commits something arrived at ``now``. To be told before ``ready_at`` is that of the
-        next tail."""
-        if sequence.ready_at is not None and now > sequence.ready_at:
-            known = self._verify_seconds.setdefault(sequence.key.peer, RecentMedian())
-            known.add(now - sequence.ready_at)
+    def note_verdict(self, sequence: DraftSequence, corrected: bool, now: float) -> None:
+        """A verdict that commits something arrived at ``now``. To be told before ``window`` and ``ready_at``
+        are those of the next tail."""
+        if sequence.window == 0 or sequence.ready_at is None or now <= sequence.ready_at:
+            return
+        peer = sequence.key.peer
+        self._verify_seconds.setdefault(peer, RecentMedian()).add(now - sequence.ready_at)
+        share = self._corrected.get(peer, PRIOR_CORRECTED)
+        self._corrected[peer] = share + CORRECTED_WEIGHT * (corrected - share)
 
     def note_spare_step(self, seconds: float) -> None:
         self._spare_seconds.add(seconds)
 
     def forget(self, peer: str) -> None:
         self._verify_seconds.pop(peer, None)
+        self._corrected.pop(peer, None)
 
     def seconds_to_wait(self, sequences: Iterable[DraftSequence], now: float) -> float:
         """0.0: begin a step now. Else a step would likely be on when verdicts come, and nobody waits for its
@@ -56,8 +67,9 @@ class VerdictTimes:
             if verify is None or verify.value is None:
                 continue
             due = sequence.ready_at + verify.value
-            end = due + GRACE * spare
-            if due - spare < now < end:
+            worth = self._corrected[sequence.key.peer] * spare
+            end = due + GRACE * worth
+            if due - worth < now < end:
                 ends.append(end)
         # With many targets there is always a verdict due; the others' tokens are worth something too.
         if not ends or 2 * len(ends) < num_awake:

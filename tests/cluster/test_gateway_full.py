@@ -266,3 +266,27 @@ async def test_a_report_costs_no_look_at_what_those_that_wait_have_said(
         assert not stream.ended
         assert CountedTokens.num_looks == 500
     await targets.gateway.close()
+
+
+async def test_a_target_that_is_listed_again_is_not_full_any_more(targets: ScriptedTargets) -> None:
+    """Nobody was there to ask it while it was not listed."""
+    targets.link_class = QueueLink
+    await targets.attach("a", "b")
+    first, second = queue_link(targets, "a"), queue_link(targets, "b")
+    gateway = targets.gateway
+    with gateway.open(checked(seed=1), "a"), gateway.open(checked(seed=2), "b"):
+        first.commit(first.submits[0], 3)
+        second.capacity = 1
+        second.report(0, waiting=5)
+        first.die()
+        await settle()
+        assert gateway.snapshot().num_waiting == 1
+        await targets.attach("a")  # b is not listed, but holds a sequence; the other one has a place
+        assert gateway.snapshot().num_waiting == 0
+        second.capacity = 1000
+        await targets.attach("b")
+        second.report(3, waiting=3)
+        num_before = len(second.held)
+        with gateway.open(checked(seed=3)):
+            await settle()
+            assert len(second.held) == num_before + 1

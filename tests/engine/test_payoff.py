@@ -269,6 +269,25 @@ def test_drafts_that_catch_up_for_ever_or_at_a_great_cost_rest_again(num_steps: 
     assert steps.payoff.resting
 
 
+def test_catching_up_without_a_rest_is_part_of_what_drafts_cost_and_counts_once() -> None:
+    """Of newcomers, say: it makes no later rest longer."""
+    rests: list[int] = []
+    for flagged in (False, True):
+        steps = Steps(lambda: 1.6)
+        for _ in range(40):
+            steps.run(100)
+            if flagged:
+                catch_up(steps, 1, 2 * STEP_SECONDS)
+        steps.gain = lambda: 0.95
+        while not steps.payoff.resting or (steps.payoff.gain or 2.0) > 1.0:
+            steps.run(1)
+        begun = len(steps.drafted)
+        while steps.payoff.resting:
+            steps.run(1)
+        rests.append(len(steps.drafted) - begun)
+    assert rests[1] < 1.5 * rests[0]
+
+
 def test_what_plain_steps_take_is_looked_at_again_however_much_drafts_seem_to_bring() -> None:
     steps = Steps(lambda: 2.0)
     steps.run(100)
