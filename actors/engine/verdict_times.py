@@ -14,6 +14,9 @@ from collections.abc import Iterable
 from paceline.actors.engine.draft_sequence import DraftSequence
 from paceline.actors.engine.estimates import RecentMedian
 
+CAUTION = 1.5
+"""Verdicts do not come on the moment: they are waited for so many times longer than these odds would have it,
+but no longer than a step."""
 GRACE = 0.5
 """How much later than usual a verdict may be before steps go on, of what it may be waited for before."""
 PRIOR_CORRECTED = 0.5
@@ -67,9 +70,9 @@ class VerdictTimes:
             if verify is None or verify.value is None:
                 continue
             due = sequence.ready_at + verify.value
-            worth = self._corrected[sequence.key.peer] * spare
-            end = due + GRACE * worth
-            if due - worth < now < end:
+            longest = min(CAUTION * self._corrected[sequence.key.peer], 1.0) * spare
+            end = due + GRACE * longest
+            if due - longest < now < end:
                 ends.append(end)
         # With many targets there is always a verdict due; the others' tokens are worth something too.
         if not ends or 2 * len(ends) < num_awake:

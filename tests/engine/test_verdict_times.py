@@ -9,7 +9,7 @@ from paceline.actors.engine.draft_engine import DraftEngine
 from paceline.actors.engine.draft_sequence import DraftSequence
 from paceline.actors.engine.messages import Submit
 from paceline.actors.engine.parameters import SamplingParams, SpeculationParams, StoppingParams
-from paceline.actors.engine.verdict_times import GRACE, VerdictTimes
+from paceline.actors.engine.verdict_times import CAUTION, GRACE, VerdictTimes
 from tests.engine.fakes import Clock
 from tests.engine.paged_fake import GREEDY, VOCAB_SIZE, PagedFake, chain_after, opened, verdict
 from tests.engine.simulation import Simulation
@@ -50,11 +50,11 @@ def test_the_fewer_verdicts_correct_the_shorter_they_are_waited_for(share: float
     times = learnt("t")
     for index in range(2000):
         times.note_verdict(sequence(ready_at=1.0), index % 5 < 5 * share, 1.0 + VERIFY)
-    waiting, due = [sequence(ready_at=5.0)], 5.0 + VERIFY
-    assert times.seconds_to_wait(waiting, due - 1.3 * share * SPARE) == 0.0
-    assert times.seconds_to_wait(waiting, due - 0.7 * share * SPARE) > 0.0
-    assert times.seconds_to_wait(waiting, due + 0.7 * share * GRACE * SPARE) > 0.0
-    assert times.seconds_to_wait(waiting, due + 1.3 * share * GRACE * SPARE) == 0.0
+    waiting, due, longest = [sequence(ready_at=5.0)], 5.0 + VERIFY, CAUTION * share * SPARE
+    assert times.seconds_to_wait(waiting, due - 1.3 * longest) == 0.0
+    assert times.seconds_to_wait(waiting, due - 0.7 * longest) > 0.0
+    assert times.seconds_to_wait(waiting, due + 0.7 * GRACE * longest) > 0.0
+    assert times.seconds_to_wait(waiting, due + 1.3 * GRACE * longest) == 0.0
 
 
 def test_a_verdict_after_a_rest_does_not_say_how_long_the_target_takes() -> None:
