@@ -176,10 +176,13 @@ async def test_places_that_no_report_shows_are_found() -> None:
     targets = ScriptedTargets(resume_timeout_seconds=30.0)
     other, moved, holding = await full_after_a_loss(targets, 15)
     other.capacity = 1000
+    assert targets.gateway.snapshot().num_waiting == 15
     async with asyncio.timeout(8 * RETRY_SECONDS):
         while targets.gateway.snapshot().num_waiting:
             await asyncio.sleep(0.01)
             other.report_queue()
+    placed = [submit.sequence_id for submit in other.held]
+    assert sorted(placed) == sorted(stream.sequence_id for stream in [*moved, *holding]), "each of them once"
     for stream in [*moved, *holding]:
         stream.close()
     await targets.gateway.close()
