@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from paceline.actors.engine.draft_sequence import DraftSequence
 from paceline.actors.engine.estimates import RecentMedian
 
-CAUTION = 1.5
+PATIENCE = 1.5
 """Verdicts do not come on the moment: they are waited for so many times longer than these odds would have it,
 but no longer than a step."""
 GRACE = 0.5
@@ -70,7 +70,7 @@ class VerdictTimes:
             if verify is None or verify.value is None:
                 continue
             due = sequence.ready_at + verify.value
-            longest = min(CAUTION * self._corrected[sequence.key.peer], 1.0) * spare
+            longest = min(PATIENCE * self._corrected[sequence.key.peer], 1.0) * spare
             end = due + GRACE * longest
             if due - longest < now < end:
                 ends.append(end)

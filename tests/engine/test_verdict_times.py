@@ -9,7 +9,7 @@ from paceline.actors.engine.draft_engine import DraftEngine
 from paceline.actors.engine.draft_sequence import DraftSequence
 from paceline.actors.engine.messages import Submit
 from paceline.actors.engine.parameters import SamplingParams, SpeculationParams, StoppingParams
-from paceline.actors.engine.verdict_times import CAUTION, GRACE, VerdictTimes
+from paceline.actors.engine.verdict_times import GRACE, PATIENCE, VerdictTimes
 from tests.engine.fakes import Clock
 from tests.engine.paged_fake import GREEDY, VOCAB_SIZE, PagedFake, chain_after, opened, verdict
 from tests.engine.simulation import Simulation
@@ -50,7 +50,7 @@ def test_the_fewer_verdicts_correct_the_shorter_they_are_waited_for(share: float
     times = learnt("t")
     for index in range(2000):
         times.note_verdict(sequence(ready_at=1.0), index % 5 < 5 * share, 1.0 + VERIFY)
-    waiting, due, longest = [sequence(ready_at=5.0)], 5.0 + VERIFY, CAUTION * share * SPARE
+    waiting, due, longest = [sequence(ready_at=5.0)], 5.0 + VERIFY, PATIENCE * share * SPARE
     assert times.seconds_to_wait(waiting, due - 1.3 * longest) == 0.0
     assert times.seconds_to_wait(waiting, due - 0.7 * longest) > 0.0
     assert times.seconds_to_wait(waiting, due + 0.7 * GRACE * longest) > 0.0
