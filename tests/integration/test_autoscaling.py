@@ -51,10 +51,14 @@ def test_a_request_wakes_both_pools_and_they_go_back_to_sleep(
         for chunk in call:
             token_ids.extend(chunk.token_ids)
             if any(chunk.accepted):
-                # A draft has come, and is of use.
-                call.cancel()
+                # A draft has come, and is of use: some 50 ms before Serve counts it as running.
                 break
-        assert sizes() == {"gateway": 1, "target": 1, "draft": 1}
+        wait_until(
+            lambda: sizes() == {"gateway": 1, "target": 1, "draft": 1},
+            timeout_seconds=10,
+            what="the draft counts as running",
+        )
+        call.cancel()
         wait_until(
             lambda: sizes() == {"gateway": 1, "target": 0, "draft": 0},
             timeout_seconds=60,
