@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -49,51 +49,46 @@ _FEW_TOKENS: Final = 32
 """Up to so many rows, and tokens in reach of each, numbers are faster than arrays."""
 
 
-def winners(
-    logits: Logits,
-    best_ids: Sequence[int],
-    cuts: Sequence[Cut],
-    temperatures: Sequence[float],
-    seeds: Sequence[int],
-    positions: Sequence[int],
-) -> list[int]:
+class Racer(NamedTuple):
+    """What draws one token: a row of logits, by the noise of one seed and position."""
+
+    best_id: int
+    """The row's token with the highest logit."""
+    best: float
+    """That logit, which has log weight 0."""
+    cut: Cut
+    """What the filters leave of the row."""
+    temperature: float
+    seed: int
+    """Bits of the unsigned 64-bit seed."""
+    position: int
+
+
+def winners(logits: Logits, racers: Sequence[Racer]) -> list[int]:
     """The token of each row with the highest log weight + noise, the lowest id among equals, of those that
     the row's cut leaves.
 
     Args:
         logits: ``[R, V]``.
-        best_ids: of each row the token with the highest logit. The other arguments have R entries too.
-        seeds: bits of the unsigned 64-bit seeds.
+        racers: R, one per row.
     """
-    found: list[int | None] = [None] * len(best_ids)
-    if len(best_ids) <= _FEW_RACES:
-        found = [
-            _winner_of_few(*row)
-            for row in zip(logits, best_ids, cuts, temperatures, seeds, positions, strict=True)
-        ]
+    found: list[int | None] = [None] * len(racers)
+    if len(racers) <= _FEW_RACES:
+        found = [_winner_of_few(values, racer) for values, racer in zip(logits, racers, strict=True)]
     rows = [row for row, token in enumerate(found) if token is None]
     if rows:
         racing = logits if len(rows) == len(logits) else logits[rows]
-        race = Race.start(
-            racing,
-            np.array(best_ids, dtype=np.int64)[rows],
-            [cuts[row] for row in rows],
-            np.array(temperatures)[rows],
-            np.array(seeds, dtype=np.int64)[rows],
-            np.array(positions, dtype=np.int64)[rows],
-        )
+        race = Race.start([racers[row] for row in rows])
         for row, token in zip(rows, race.run(racing), strict=True):
             found[row] = token
     drawn = [token for token in found if token is not None]
-    assert len(drawn) == len(best_ids)
+    assert len(drawn) == len(racers)
     return drawn
 
 
-def _winner_of_few(
-    values: Logits, best_id: int, cut: Cut, temperature: float, seed: int, position: int
-) -> int | None:
+def _winner_of_few(values: Logits, racer: Racer) -> int | None:
     """The winner of one row ``values`` [V], number by number; None: too many tokens may win."""
-    best = float(values[best_id])
+    best_id, best, cut, temperature, seed, position = racer
     ids = cut.ids
     if ids is None and len(values) >= _LARGE:
         return None
@@ -140,22 +135,18 @@ class Race:
     num_held: int = 0
 
     @classmethod
-    def start(
-        cls,
-        logits: Logits,
-        best_ids: IntArray,
-        cuts: Sequence[Cut],
-        temperatures: FloatArray,
-        seeds: IntArray,
-        positions: IntArray,
-    ) -> Race:
+    def start(cls, racers: Sequence[Racer]) -> Race:
+        best_ids = np.array([racer.best_id for racer in racers], dtype=np.int64)
+        seeds = np.array([racer.seed for racer in racers], dtype=np.int64)
+        positions = np.array([racer.position for racer in racers], dtype=np.int64)
+        cuts = [racer.cut for racer in racers]
         return cls(
             seeds=seeds,
             positions=positions,
-            temperatures=temperatures,
-            best=logits[np.arange(len(logits)), best_ids].astype(np.float64),
+            temperatures=np.array([racer.temperature for racer in racers], dtype=np.float64),
+            best=np.array([racer.best for racer in racers], dtype=np.float64),
             cuts=cuts,
-            leaders=best_ids.copy(),
+            leaders=best_ids,
             scores=gumbel_of_bits(random_bits(seeds, positions, best_ids)),
             cut_logits=np.array([cut.logit for cut in cuts], dtype=np.float32),
             cut_ids=np.array([cut.last_id for cut in cuts], dtype=np.int64),

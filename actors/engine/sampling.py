@@ -23,7 +23,7 @@ import torch
 from paceline.actors.engine.errors import NonFiniteLogitsError
 from paceline.actors.engine.noise import seed_bits
 from paceline.actors.engine.parameters import SamplingParams
-from paceline.actors.engine.race import winners
+from paceline.actors.engine.race import Racer, winners
 from paceline.actors.engine.truncation import Logits, cut
 
 _ROW_BY_ROW: Final = 8
@@ -103,18 +103,21 @@ def sample(
         return tokens
     drawn_rows = [rows[index] for index in drawn]
     values = _rows_to_host(logits, drawn_rows) if host is None else _rows_of(host, drawn_rows)
-    chosen = [params[index] for index in drawn]
-    best_ids = [tokens[index] for index in drawn]
-    best = values[np.arange(len(values)), best_ids].tolist()
-    found = winners(
-        values,
-        best_ids,
-        [cut(*row) for row in zip(values, best, chosen, strict=True)],
-        temperatures=[wanted.temperature for wanted in chosen],
-        seeds=[seed_bits(wanted.seed) for wanted in chosen],
-        positions=[positions[index] for index in drawn],
-    )
-    for index, token in zip(drawn, found, strict=True):
+    racers: list[Racer] = []
+    for row, index in zip(values, drawn, strict=True):
+        wanted = params[index]
+        best = float(row[tokens[index]])
+        racers.append(
+            Racer(
+                tokens[index],
+                best,
+                cut(row, best, wanted),
+                wanted.temperature,
+                seed_bits(wanted.seed),
+                positions[index],
+            )
+        )
+    for index, token in zip(drawn, winners(values, racers), strict=True):
         tokens[index] = token
     return tokens
 
