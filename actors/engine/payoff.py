@@ -30,6 +30,8 @@ PLAIN_STEPS = 8
 """Steps without drafts that show what such steps take."""
 LEAST_GAIN = 1.02
 """Below it drafts are not worth their machines."""
+JUDGED_EVERY = 4
+"""Steps from one judgement to the next, where drafts go on."""
 SURE_GAIN = 3.0
 """From here on it does not matter what steps without them take beside the model."""
 PLAIN_KNOWN_STEPS = 4096
@@ -57,6 +59,8 @@ class _Load:
     """The last step without."""
     drafted: RecentSteps = field(default_factory=RecentSteps)
     """With drafts, since the last rest."""
+    judge_from: int = 0
+    """The step with which drafts that go on are judged again."""
     gain: float | None = None
     least_rest: int = SHORTEST_REST
     """What the last trial was worth."""
@@ -201,10 +205,11 @@ class Payoff:
         if catching_up and load.forgives(num_sequences, num_tokens, model_steps):
             return
         load.drafted.add(num_sequences, num_tokens, model_steps)
-        num_steps, rounds = len(load.drafted), load.drafted.rounds
-        error = DEVIATION / math.sqrt(rounds)
-        if num_steps < FEWEST_LOST_STEPS:
+        num_steps = len(load.drafted)
+        if num_steps < FEWEST_LOST_STEPS or self._num_steps < load.judge_from:
             return
+        rounds = load.drafted.rounds
+        error = DEVIATION / math.sqrt(rounds)
         if num_steps >= MEASURED_STEPS or (num_steps >= FEWEST_STEPS and rounds >= MEASURED_ROUNDS):
             self._judge(load, error)
             return
@@ -228,6 +233,7 @@ class Payoff:
 
     def _judge(self, load: _Load, error: float) -> None:
         load.gain = load.measured_gain()
+        load.judge_from = self._num_steps + JUDGED_EVERY
         if not load.is_plain_known:
             if load.gain < SURE_GAIN:
                 self._begin_rest(load, PLAIN_STEPS)
@@ -243,7 +249,7 @@ class Payoff:
 
     def _begin_rest(self, load: _Load, num_steps: int) -> None:
         load.rest_from, load.rest_until = self._num_draftable, self._num_draftable + num_steps
-        load.num_arrivals = load.num_catch_ups = 0
+        load.num_arrivals = load.num_catch_ups = load.judge_from = 0
         load.catch_up_loss = 0.0
         load.drafted.restart()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 REMEMBERED_STEPS = 64
 LONGEST_STEP = 2.5
@@ -22,25 +23,29 @@ class RecentSteps:
         """Sequences, the tokens that they committed, and for how many steps of the model it took."""
         self._past_excess: deque[float] = deque(maxlen=SPREAD_STEPS)
         """Of steps before those."""
+        self._efficiency: float | None = None
+        """None: not known since the last change."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def add(self, num_sequences: int, num_tokens: int, model_steps: float) -> None:
         if len(self._steps) == REMEMBERED_STEPS:
-            self._past_excess.append(self._excess()[0])
+            self._past_excess.append(_excess(self._steps[0][2], self._longest()))
         self._steps.append((num_sequences, num_tokens, model_steps))
+        self._efficiency = None
 
     def restart(self) -> None:
         """Forget the steps, but not what held them up."""
-        if self._steps:
-            self._past_excess.extend(self._excess())
-            self._steps.clear()
+        longest = self._longest()
+        self._past_excess.extend(_excess(step[2], longest) for step in self._steps)
+        self._steps.clear()
+        self._efficiency = None
 
     @property
     def rounds(self) -> int:
         """Sequences, added over the steps."""
-        return sum(num_sequences for num_sequences, _, _ in self._steps)
+        return sum(step[0] for step in self._steps)
 
     @property
     def model_steps(self) -> float:
@@ -51,19 +56,25 @@ class RecentSteps:
     def efficiency(self) -> float:
         """The tokens committed / those of the same time, were a token per sequence and step all, and nothing
         done between steps."""
-        foretold = sum(step[0] * length for step, length in zip(self._steps, self._lengths(), strict=True))
-        return sum(num_tokens for _, num_tokens, _ in self._steps) / max(foretold, 1e-9)
+        if self._efficiency is None:
+            foretold = sum(
+                step[0] * length for step, length in zip(self._steps, self._lengths(), strict=True)
+            )
+            self._efficiency = sum(step[1] for step in self._steps) / max(foretold, 1e-9)
+        return self._efficiency
 
     def _lengths(self) -> list[float]:
         longest = self._longest()
-        past = list(self._past_excess)[len(self._steps) - SPREAD_STEPS :]
-        excess = (sum(self._excess()) + sum(past)) / SPREAD_STEPS
-        return [min(model_steps, longest) + excess for _, _, model_steps in self._steps]
-
-    def _excess(self) -> list[float]:
-        longest = self._longest()
-        return [min(max(model_steps - longest, 0.0), MOST_EXCESS) for _, _, model_steps in self._steps]
+        lengths = [step[2] for step in self._steps]
+        num_past = len(self._past_excess)
+        past = islice(self._past_excess, max(num_past + len(lengths) - SPREAD_STEPS, 0), num_past)
+        excess = sum(_excess(length, longest) for length in lengths) + sum(past)
+        return [min(length, longest) + excess / SPREAD_STEPS for length in lengths]
 
     def _longest(self) -> float:
-        lengths = sorted(model_steps for _, _, model_steps in self._steps)
+        lengths = sorted(step[2] for step in self._steps)
         return LONGEST_STEP * lengths[(len(lengths) - 1) // 2] if lengths else 0.0
+
+
+def _excess(model_steps: float, longest: float) -> float:
+    return min(max(model_steps - longest, 0.0), MOST_EXCESS)
