@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from paceline.actors.engine.balance import Occupancy
-from paceline.actors.engine.estimates import AcceptanceEstimate, DraftStepCost, RecentMedian
+from paceline.actors.engine.estimates import READ_TOKENS, AcceptanceEstimate, DraftStepCost, RecentMedian
 from paceline.actors.engine.messages import DraftHello
 from paceline.actors.engine.sequence import TargetSequence
 from paceline.actors.engine.target_output import DraftStatus
@@ -34,12 +34,23 @@ class NextStep:
     """The most that it takes, if all goes well."""
 
 
+class Pace(NamedTuple):
+    """Of a draft with all its sequences, in seconds."""
+
+    seconds_per_token: float
+    """Of a step; 0.0 while nothing is known."""
+    rtt_seconds: float
+    """What a fresh start costs beyond the draft's own step."""
+
+
 @dataclass(slots=True, eq=False)
 class Draft:
     peer: str
     hello: DraftHello
     sequences: dict[str, TargetSequence] = field(default_factory=dict)
     step_cost: DraftStepCost = field(default_factory=DraftStepCost)
+    read_seconds: RecentMedian = field(default_factory=RecentMedian)
+    """Of steps that read much, by their tokens."""
     response_seconds: RecentMedian = field(default_factory=RecentMedian)
     """From a verdict to the candidates that answer it, where they were not prepared: round trip and the
     draft's next step."""
@@ -51,6 +62,8 @@ class Draft:
     """How often a corrected token was among those that it had prepared a tail for."""
     num_others: int = 0
     """Sequences of other targets that it is busy with, by its last word."""
+    rests_since: float | None = None
+    """The first step in which it rested after it was last heard of; None: there was none."""
     trust: float = 1.0
     """In what is known of its speed. While it rests nothing is learnt, and what slowed it down may be over:
     doubt grows until it is worth another try."""
@@ -67,17 +80,31 @@ class Draft:
         return sum(item is not None and len(item.chain.token_ids) < item.window for item in drafted)
 
     @property
-    def seconds_per_token(self) -> float:
-        """Of a step with all its sequences; 0.0 while nothing is known."""
-        return self.trust * self.step_cost.expected(self._batch(len(self.sequences)))
+    def pace(self) -> Pace:
+        """As it is expected to be now."""
+        return self._pace(self.trust)
+
+    @property
+    def known_pace(self) -> Pace:
+        """As it was when it was last heard of."""
+        return self._pace(1.0)
+
+    def _pace(self, trust: float) -> Pace:
+        step = trust * self.step_cost.expected(self._batch(len(self.sequences), trust))
+        latency = self.response_seconds.value or 2.0 * step
+        return Pace(step, max(trust * latency - step, 0.0))
+
+    def reading_seconds(self, num_tokens: int) -> float:
+        """Until it has read so many tokens; nothing before it has read any."""
+        return (self.read_seconds.value or 0.0) * num_tokens
 
     def next_step(self) -> NextStep:
         """How long its next step takes."""
-        num_tokens = self._batch(self.num_awake)
+        num_tokens = self._batch(self.num_awake, self.trust)
         return NextStep(self.step_cost.expected(num_tokens), self.step_cost.bound(num_tokens))
 
-    def _batch(self, num_ours: int) -> int:
-        return max(num_ours + round(self.trust * self.num_others), 1)
+    def _batch(self, num_ours: int, trust: float) -> int:
+        return max(num_ours + round(trust * self.num_others), 1)
 
     def hear(self, num_tokens: int, seconds: float, answers: Sequence[Answer], num_awake: int) -> None:
         """A message of it has been read.
@@ -87,28 +114,30 @@ class Draft:
             answers: those to verdicts that it holds. They count as one, as they were made in one step.
             num_awake: for how many sequences of all targets it had tokens to make.
         """
-        self.trust = 1.0
+        self.trust, self.rests_since = 1.0, None
         if seconds > 0.0:
             self.step_cost.record(num_tokens, seconds)
+            if num_tokens >= READ_TOKENS:
+                self.read_seconds.add(seconds / num_tokens)
         for prepared, known in ((False, self.response_seconds), (True, self.prepared_seconds)):
             times = [answer.seconds for answer in answers if answer.prepared is prepared]
             if times:
                 known.add(median_low(times))
         self.num_others = max(num_awake - self.num_awake, 0)
 
-    def doubt(self) -> None:
+    def doubt(self, now: float) -> None:
         """A step has passed in which it rested."""
         self.trust *= TRUST_KEPT
+        if self.rests_since is None:
+            self.rests_since = now
+
+    def rested_seconds(self, now: float) -> float:
+        return 0.0 if self.rests_since is None else now - self.rests_since
 
     @property
     def latency(self) -> float:
         """Expected time from a verdict to the next candidates; before it was measured, two steps."""
-        return self.response_seconds.value or 2.0 * self.seconds_per_token
-
-    @property
-    def rtt_seconds(self) -> float:
-        """What a fresh start costs beyond the draft's own step."""
-        return max(self.trust * self.latency - self.seconds_per_token, 0.0)
+        return self.response_seconds.value or 2.0 * self.pace.seconds_per_token
 
     def can_follow(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens leaves it room to propose any."""
@@ -125,6 +154,6 @@ class Draft:
             acceptance=self.acceptance.rate,
             num_tested_total=self.acceptance.num_trials,
             num_foretold_total=self.acceptance.num_accepted,
-            step_seconds=self.seconds_per_token,
+            step_seconds=self.pace.seconds_per_token,
             response_seconds=self.response_seconds.value or 0.0,
         )

@@ -16,6 +16,8 @@ size that seems dear is not tried again."""
 LONE_RISE = 3.0
 """Nor is it believed where it is so many times what the next smaller size takes, and more than the tokens
 explain."""
+READ_TOKENS = 16
+"""A draft's step of so many tokens reads prompts, or what was committed during a rest."""
 LEAST_TRIALS = 0.05
 """What is known of an acceptance that fades for ever."""
 
@@ -275,6 +277,7 @@ class DraftStepCost:
 
     def __init__(self) -> None:
         self._cost = StepCostModel()
+        self._smallest = 0
         self._largest = 1
 
     @property
@@ -283,11 +286,17 @@ class DraftStepCost:
 
     def record(self, num_tokens: int, seconds: float) -> None:
         self._cost.record(num_tokens, seconds)
+        self._smallest = min(self._smallest or num_tokens, num_tokens)
         self._largest = max(self._largest, num_tokens)
 
     def expected(self, num_tokens: int) -> float:
-        """Seconds of a step of ``num_tokens``; 0.0 while nothing is known."""
-        return self._cost(num_tokens)
+        """Seconds of a step of ``num_tokens``; 0.0 while nothing is known.
+
+        While only steps that read much were measured (the first one does) one that reads little is taken to
+        need its share, the least that it can: else a draft would rest before it has shown what it can do.
+        """
+        share = num_tokens / self._smallest if num_tokens < READ_TOKENS <= self._smallest else 1.0
+        return self._cost(num_tokens) * share
 
     def bound(self, num_tokens: int) -> float:
         """The same for a step that surprises nobody: past the sizes measured, in proportion to its tokens."""

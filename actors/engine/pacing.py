@@ -78,12 +78,14 @@ def best_num_speculative_tokens(
 
 @dataclass(frozen=True, slots=True)
 class TailLengths:
-    """Of a draft that runs ahead."""
+    """How far to draft for one sequence."""
 
     fresh: int
     """To wait for after a correction that was not prepared."""
     ready: int
     """To verify where the chain, or a prepared correction, has it ready; 0 = the draft is better at rest."""
+    saved_seconds: float = 0.0
+    """Where draft and target take turns: how much sooner each token comes than without a draft."""
 
 
 def best_tail_lengths(

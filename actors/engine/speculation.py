@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.actors.engine.attached_draft import Draft, NextStep
+from paceline.actors.engine.attached_draft import Draft, NextStep, Pace
 from paceline.actors.engine.config import Hardware, TargetEngineConfig
 from paceline.actors.engine.draft_demand import UNKNOWN_PACE, DraftPace, draft_pays, faded
 from paceline.actors.engine.drafts import DraftBook
@@ -26,6 +26,7 @@ from paceline.actors.engine.pacing import (
     useful_depth,
 )
 from paceline.actors.engine.payoff import Payoff
+from paceline.actors.engine.reading import AnswerLengths, Reading, may_be_tried, worth_reading
 from paceline.actors.engine.sequence import Drafting, TargetSequence
 
 INITIAL_TAIL = 4
@@ -64,8 +65,9 @@ class Speculator:
         self.lookup_acceptance = AcceptanceEstimate(prior=0.5)
         """Of the lookups of all sequences."""
         self.probe = OverlapProbe(config.hardware)
-        self._best_tails: dict[tuple[str, int, int], TailLengths] = {}
-        """Memo of one step: (draft, acceptance in 1/32, limit) -> best tails."""
+        self.answer_lengths = AnswerLengths()
+        self._best_tails: dict[tuple[str, bool, int, int], TailLengths] = {}
+        """Memo of one step: (draft, whether as known, acceptance in 1/32, limit) -> best tails."""
         self._all_told_to_rest = False
         """No draft has been asked for anything since a rest began."""
         self._pace = UNKNOWN_PACE
@@ -239,7 +241,7 @@ class Speculator:
         self._all_told_to_rest = resting
         for peer, draft in self._book.drafts.items():
             if draft.sequences and peer not in awake:
-                draft.doubt()
+                draft.doubt(now)
 
     def _tell_windows(self, running: Sequence[TargetSequence], now: float) -> set[str]:
         """Returns: the drafts that are asked for anything."""
@@ -253,22 +255,32 @@ class Speculator:
         # But while nobody knows whether hardware is common, one at a time does not wait, so that it shows.
         is_probe_due = self.probe.hardware is Hardware.AUTO
         awake: set[str] = set()
+        tails: dict[TargetSequence, TailLengths] = {}
         for sequence in running:
             draft = self._book.draft_of(sequence)
             if draft is None or sequence.drafting is None:
                 continue
             best = self._best_tails_of(sequence, draft, num_sequences)
             sequence.tail_target = best.fresh
-            window = branch_tokens = 0
-            waits = waits_for_prompts and not is_probe_due and _may_wait(sequence, sequence.drafting)
             if best.ready:
+                if waits_for_prompts and not is_probe_due and _may_wait(sequence, sequence.drafting):
+                    awake.add(draft.peer)
+                else:
+                    is_probe_due = False
+                    tails[sequence] = best
+        tails = self._without_dear_readers(tails, num_sequences, now)
+        for sequence in running:
+            draft = self._book.draft_of(sequence)
+            if draft is None or sequence.drafting is None:
+                continue
+            window = branch_tokens = 0
+            best_of_asked = tails.get(sequence)
+            if best_of_asked is not None:
+                best = best_of_asked
                 awake.add(draft.peer)
-            if best.ready and not waits:
-                is_probe_due = False
                 window = draft_window(
                     best.ready,
-                    draft.seconds_per_token,
-                    draft.rtt_seconds,
+                    *draft.pace,
                     self.step_cost((best.ready + 1) * num_sequences),
                     run_ahead,
                     self._config.max_window,
@@ -277,6 +289,51 @@ class Speculator:
                 branch_tokens = best.ready if prepares and sequence.shares_noise else 0
             self._book.report(sequence, min(window, sequence.tail_room), now, branch_tokens)
         return awake
+
+    def _without_dear_readers(
+        self, tails: dict[TargetSequence, TailLengths], num_sequences: int, now: float
+    ) -> dict[TargetSequence, TailLengths]:
+        """``tails`` without the sequences that a draft had better not begin with, for what it would have to
+        read first.
+
+        That must pay as the draft was when it was last heard of. Where nothing is known of it, or it has
+        rested long enough, one sequence at a time is tried all the same.
+        """
+        if self.probe.hardware is Hardware.SEPARATE or self._config.num_speculative_tokens is not None:
+            return tails
+        asked: set[TargetSequence] = set()
+        at_work: set[str] = set()
+        waiting: dict[str, list[TargetSequence]] = {}
+        for sequence in tails:
+            drafting = sequence.drafting
+            assert drafting is not None
+            if drafting.window > 0:
+                at_work.add(drafting.peer)
+                asked.add(sequence)
+            else:
+                waiting.setdefault(drafting.peer, []).append(sequence)
+        for peer, sequences in waiting.items():
+            draft = self._book.drafts[peer]
+            readings = [self._reading_of(sequence, draft, num_sequences) for sequence in sequences]
+            chosen = worth_reading(readings, num_sequences) if draft.step_cost.known else []
+            if not chosen and peer not in at_work:
+                least = min(range(len(readings)), key=lambda index: readings[index].seconds)
+                rested = draft.rested_seconds(now)
+                if not draft.step_cost.known or may_be_tried(readings[least].seconds, rested):
+                    chosen = [least]
+            asked.update(sequences[index] for index in chosen)
+        return {sequence: best for sequence, best in tails.items() if sequence in asked}
+
+    def _reading_of(self, sequence: TargetSequence, draft: Draft, num_sequences: int) -> Reading:
+        drafting = sequence.drafting
+        assert drafting is not None
+        num_known = drafting.reported_length if drafting.chain.started else sequence.cached_prompt_tokens
+        best = self._best_tails_of(sequence, draft, num_sequences, as_known=True)
+        return Reading(
+            seconds=draft.reading_seconds(len(sequence.token_ids) - (num_known or 0)),
+            num_left=self.answer_lengths.expected_left(sequence.tail_room),
+            saved_seconds=best.saved_seconds,
+        )
 
     # ------------------------------------------------------------------ for the size of the draft pool
 
@@ -290,8 +347,8 @@ class Speculator:
             self._pace_at = now
             self._pace = DraftPace(
                 acceptance=sum(draft.acceptance.optimistic for draft in drafts) / len(drafts),
-                seconds_per_token=sum(draft.seconds_per_token for draft in drafts) / len(drafts),
-                rtt_seconds=sum(draft.rtt_seconds for draft in drafts) / len(drafts),
+                seconds_per_token=sum(draft.pace.seconds_per_token for draft in drafts) / len(drafts),
+                rtt_seconds=sum(draft.pace.rtt_seconds for draft in drafts) / len(drafts),
             )
         limits = [sequence.tail_limit for sequence in running if sequence.tail_limit > 0]
         if self._config.num_speculative_tokens is not None or not self.step_cost.known:
@@ -360,7 +417,10 @@ class Speculator:
                 best = Proposal(lookup, False, sequence.proposer.acceptance.cautious)
         return best
 
-    def _best_tails_of(self, sequence: TargetSequence, draft: Draft, num_sequences: int) -> TailLengths:
+    def _best_tails_of(
+        self, sequence: TargetSequence, draft: Draft, num_sequences: int, *, as_known: bool = False
+    ) -> TailLengths:
+        """``as_known``: without any doubt in what the draft was like when it was last heard of."""
         limit = sequence.tail_limit
         if self._config.num_speculative_tokens is not None or limit == 0:
             return TailLengths(limit, limit)
@@ -371,36 +431,36 @@ class Speculator:
             return TailLengths(initial, initial)
         assert sequence.drafting is not None
         acceptance = math.ceil(sequence.drafting.acceptance.optimistic * 32)
-        key = (draft.peer, acceptance, limit)
+        key = (draft.peer, as_known, acceptance, limit)
         best = self._best_tails.get(key)
         if best is None:
+            pace = draft.known_pace if as_known else draft.pace
             best = self._best_tails[key] = self._compute_best_tails(
-                draft, min(acceptance / 32, MAX_ACCEPTANCE), limit, num_sequences
+                draft, pace, min(acceptance / 32, MAX_ACCEPTANCE), limit, num_sequences
             )
-        if best.ready == 0:
+        if best.ready == 0 and not as_known:
             # At rest nothing is learnt; doubt grows until it is worth another try.
             sequence.drafting.acceptance.fade()
         return best
 
     def _compute_best_tails(
-        self, draft: Draft, acceptance: float, limit: int, num_sequences: int
+        self, draft: Draft, pace: Pace, acceptance: float, limit: int, num_sequences: int
     ) -> TailLengths:
         def step_cost(num_tokens: int) -> float:
             return self.step_cost(num_tokens * num_sequences)
 
-        pace, rtt = draft.seconds_per_token, draft.rtt_seconds
         if self.probe.hardware is Hardware.SEPARATE:
             return best_tail_lengths(
                 acceptance,
-                pace,
-                rtt,
+                *pace,
                 step_cost,
                 limit,
                 draft.preparedness.rate,
                 draft.prepared_seconds.value or 0.0,
             )
-        best = best_num_speculative_tokens(acceptance, pace, rtt, step_cost, limit, lock_step=True)
-        return TailLengths(best, best)
+        best = best_num_speculative_tokens(acceptance, *pace, step_cost, limit, lock_step=True)
+        seconds = best * pace.seconds_per_token + (pace.rtt_seconds if best else 0.0) + step_cost(best + 1)
+        return TailLengths(best, best, step_cost(1) - seconds / expected_tokens(acceptance, best))
 
 
 def _may_wait(sequence: TargetSequence, drafting: Drafting) -> bool:

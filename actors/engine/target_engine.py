@@ -287,6 +287,7 @@ class TargetEngine:
             )
         )
         if stop.reason is not None:
+            self._speculator.answer_lengths.add(sequence.num_completion_tokens)
             self._finish(sequence, stop.reason)
             return
         from_draft = proposal is not None and proposal.from_draft

@@ -154,8 +154,8 @@ def test_hardware_shows_although_prompts_are_always_being_read() -> None:
 
 
 def test_a_large_batch_after_small_ones_is_waited_for() -> None:
-    """A draft whose step takes 0.5 ms a sequence: with one it is fast, with many it is not late."""
-    draft = DRAFT + "&free_tokens=1&per_token_ms=0.5"
+    """A draft whose step takes 0.3 ms a sequence: with one it is fast, with many it is not late."""
+    draft = DRAFT + "&free_tokens=1&per_token_ms=0.3"
     run = simulation(Hardware.SHARED, draft=draft)
     run.submit(submit("first", 150))
     names = [f"later {index}" for index in range(15)]

@@ -1,0 +1,153 @@
+"""A draft on its target's hardware reads a prompt where that pays, and now and then to be measured anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.actors.engine.config import Hardware, NgramConfig, TargetEngineConfig
+from paceline.actors.engine.estimates import DraftStepCost
+from paceline.actors.engine.reading import TRIAL_SHARE, AnswerLengths, Reading, may_be_tried, worth_reading
+from tests.engine.simulation import Simulation
+from tests.engine.test_run_ahead import DRAFT, TARGET, simulation, submit
+
+SLOW_READER = DRAFT + "&free_tokens=1&per_token_ms=2"
+"""A prompt of 200 tokens takes it 0.4 s."""
+PROMPT = 200
+
+
+def num_read(run: Simulation) -> int:
+    """Prompt tokens that the draft has computed."""
+    assert run.draft is not None
+    return run.draft.snapshot().num_prefill_tokens_total
+
+
+def num_awake(run: Simulation) -> int:
+    """Sequences that the draft is asked for tokens of."""
+    sequences = next(iter(run.target._book.drafts.values())).sequences.values()
+    return sum(item.drafting is not None and item.drafting.window > 0 for item in sequences)
+
+
+def test_answers_are_expected_to_be_as_long_as_lately_and_no_longer_than_they_may() -> None:
+    lengths = AnswerLengths()
+    assert lengths.expected_left(500) == 500
+    lengths.add(100)
+    assert lengths.expected_left(500) == 100
+    assert lengths.expected_left(30) == 30
+    for _ in range(100):
+        lengths.add(20)
+    assert lengths.expected_left(500) == pytest.approx(20, abs=1)
+
+
+@pytest.mark.parametrize(("num_sequences", "pays"), [(1, True), (4, True), (5, False)])
+def test_all_wait_for_what_one_reads_and_it_brings_but_its_share(num_sequences: int, pays: bool) -> None:
+    found = worth_reading([Reading(0.25, 100.0, 0.0101)], num_sequences)
+    assert found == ([0] if pays else [])
+
+
+def test_what_pays_carries_what_nearly_does_but_not_what_is_far_too_dear() -> None:
+    good, short, dear = Reading(0.1, 100.0, 0.01), Reading(0.3, 10.0, 0.01), Reading(9.0, 100.0, 0.01)
+    assert worth_reading([short], 1) == []
+    assert worth_reading([short, dear, good], 1) == [2, 0]
+    assert worth_reading([short, dear, good], 4) == [2]
+    assert worth_reading([dear], 1) == []
+
+
+def test_a_first_step_that_reads_a_prompt_says_little_of_those_that_follow() -> None:
+    cost = DraftStepCost()
+    cost.record(192, 0.384)
+    assert cost.expected(192) == pytest.approx(0.384)
+    assert cost.expected(1) == pytest.approx(0.002)
+    assert cost.expected(8) == pytest.approx(0.016)
+    assert cost.bound(1) == pytest.approx(0.384)
+    cost.record(4, 0.03)
+    assert cost.expected(4) == pytest.approx(0.03)
+    assert cost.expected(8) == pytest.approx(0.03 + 4 * (0.384 - 0.03) / 188)
+
+
+def test_reading_for_nothing_does_not_pay_even_where_it_costs_nothing() -> None:
+    assert worth_reading([Reading(0.0, 100.0, 0.0)], 1) == []
+    assert worth_reading([Reading(0.0, 100.0, 0.0), Reading(0.0, 1.0, 1e-6)], 1) == [1]
+
+
+def test_trials_take_a_share_of_the_rest() -> None:
+    assert may_be_tried(0.2, 0.2 / TRIAL_SHARE)
+    assert not may_be_tried(0.2, 0.19 / TRIAL_SHARE)
+
+
+@pytest.mark.parametrize(("hardware", "num_prompts"), [(Hardware.SHARED, 1), (Hardware.SEPARATE, 6)])
+def test_the_prompts_of_short_answers_are_left_to_the_target_where_the_draft_would_hold_it_up(
+    hardware: Hardware, num_prompts: int
+) -> None:
+    run = simulation(hardware, draft=SLOW_READER)
+    for index in range(6):
+        run.submit(submit(f"short {index}", 15, prompt=PROMPT), time=1.5 * index)
+    run.run()
+    assert num_read(run) == pytest.approx(num_prompts * PROMPT, abs=50 * num_prompts)
+
+
+def test_those_of_long_answers_are_read() -> None:
+    run = simulation(Hardware.SHARED, draft=SLOW_READER)
+    for index in range(3):
+        run.submit(submit(f"long {index}", 300, prompt=PROMPT), time=5.0 * index)
+    run.run()
+    assert num_read(run) > 2.5 * PROMPT
+    assert run.target.snapshot().num_accepted_tokens_total > 400
+
+
+def test_nothing_is_read_for_the_end_of_an_answer() -> None:
+    """Another draft comes when there are 20 of 300 tokens to go."""
+    run = simulation(Hardware.SHARED, draft=SLOW_READER)
+    run.submit(submit("first", 300, prompt=PROMPT))
+    run.run()
+    assert run.draft is not None
+    read = num_read(run)
+    hello = next(iter(run.target._book.drafts.values())).hello
+    run.target.draft_left("d")
+    run.draft.target_left("t")
+    run.submit(submit("second", 300, prompt=PROMPT), time=run.now)
+    run.run(until=run.now + 0.02 * 280)
+    run.draft.target_joined("t", 256)
+    run.target.draft_joined("d", hello)
+    known = run.target._book.drafts["d"]
+    known.hear(PROMPT, 0.4, [], 1)
+    known.hear(1, 0.002, [], 1)
+    run.run()
+    assert len(run.tokens["second"]) == 300
+    assert num_read(run) == read
+
+
+def test_a_draft_at_rest_is_tried_by_one_sequence_at_a_time_and_seldom() -> None:
+    """Eight streams of short answers for a minute: reading 0.4 s may be tried each 20 s."""
+    run = simulation(Hardware.SHARED, draft=SLOW_READER)
+    for stream in range(8):
+        for turn in range(40):
+            run.submit(submit(f"{stream} {turn}", 30, prompt=PROMPT), time=1.5 * turn + 0.05 * stream)
+    most_awake = 0
+    at = 3.0
+    while at < 60.0:
+        run.run(until=at)
+        most_awake = max(most_awake, num_awake(run))
+        at += 0.01
+    run.run()
+    assert most_awake == 1
+    assert 2 * PROMPT <= num_read(run) <= 6 * PROMPT
+
+
+def test_while_nothing_is_known_of_a_draft_it_reads_one_prompt() -> None:
+    run = simulation(Hardware.SHARED, draft=DRAFT + "&free_tokens=1&per_token_ms=4")
+    for index in range(8):
+        run.submit(submit(f"{index}", 300, prompt=PROMPT))
+    run.run(until=0.6)  # none of the prompts is being read by the target any more
+    assert num_awake(run) == 1
+    run.run()
+
+
+def test_tails_of_fixed_length_are_drafted_whatever_has_to_be_read() -> None:
+    config = TargetEngineConfig(
+        hardware=Hardware.SHARED, num_speculative_tokens=3, ngram=NgramConfig(enabled=False)
+    )
+    run = Simulation(TARGET, SLOW_READER, config)
+    for index in range(4):
+        run.submit(submit(f"{index}", 60, prompt=PROMPT), time=2.0 * index)
+    run.run()
+    assert num_read(run) > 3 * PROMPT
