@@ -10,11 +10,14 @@ from typing import NamedTuple
 from paceline.actors.engine.balance import Occupancy
 from paceline.actors.engine.estimates import READ_TOKENS, AcceptanceEstimate, DraftStepCost, RecentMedian
 from paceline.actors.engine.messages import DraftHello
+from paceline.actors.engine.reading import Trials
 from paceline.actors.engine.sequence import TargetSequence
 from paceline.actors.engine.target_output import DraftStatus
 
 TRUST_KEPT = 0.98
 """Per step."""
+READ_SHARE = 4
+"""A step of so many times the sequences that it has tokens to make for mostly reads."""
 
 
 class Answer(NamedTuple):
@@ -62,8 +65,7 @@ class Draft:
     """How often a corrected token was among those that it had prepared a tail for."""
     num_others: int = 0
     """Sequences of other targets that it is busy with, by its last word."""
-    rests_since: float | None = None
-    """The first step in which it rested after it was last heard of; None: there was none."""
+    trials: Trials = field(default_factory=Trials)
     trust: float = 1.0
     """In what is known of its speed. While it rests nothing is learnt, and what slowed it down may be over:
     doubt grows until it is worth another try."""
@@ -106,19 +108,30 @@ class Draft:
     def _batch(self, num_ours: int, trust: float) -> int:
         return max(num_ours + round(trust * self.num_others), 1)
 
-    def hear(self, num_tokens: int, seconds: float, answers: Sequence[Answer], num_awake: int) -> None:
+    def hear(
+        self,
+        num_tokens: int,
+        seconds: float,
+        answers: Sequence[Answer],
+        num_awake: int,
+        *,
+        disturbed: bool = False,
+    ) -> None:
         """A message of it has been read.
 
         Args:
             num_tokens, seconds: of the step that it is of; 0.0 seconds where unknown.
             answers: those to verdicts that it holds. They count as one, as they were made in one step.
             num_awake: for how many sequences of all targets it had tokens to make.
+            disturbed: the target computed meanwhile, on hardware that both use.
         """
-        self.trust, self.rests_since = 1.0, None
+        self.trust = 1.0
+        self.trials.note_news()
         if seconds > 0.0:
-            self.step_cost.record(num_tokens, seconds)
-            if num_tokens >= READ_TOKENS:
-                self.read_seconds.add(seconds / num_tokens)
+            if num_tokens >= max(READ_TOKENS, READ_SHARE * num_awake):
+                others = self.step_cost.expected(max(num_awake, 1))
+                self.read_seconds.add(max(seconds - others, 0.0) / num_tokens)
+            self.step_cost.record(num_tokens, seconds, disturbed=disturbed)
         for prepared, known in ((False, self.response_seconds), (True, self.prepared_seconds)):
             times = [answer.seconds for answer in answers if answer.prepared is prepared]
             if times:
@@ -128,11 +141,7 @@ class Draft:
     def doubt(self, now: float) -> None:
         """A step has passed in which it rested."""
         self.trust *= TRUST_KEPT
-        if self.rests_since is None:
-            self.rests_since = now
-
-    def rested_seconds(self, now: float) -> float:
-        return 0.0 if self.rests_since is None else now - self.rests_since
+        self.trials.note_rest(now)
 
     @property
     def latency(self) -> float:

@@ -284,8 +284,10 @@ class DraftStepCost:
     def known(self) -> bool:
         return self._cost.known
 
-    def record(self, num_tokens: int, seconds: float) -> None:
-        self._cost.record(num_tokens, seconds)
+    def record(self, num_tokens: int, seconds: float, *, disturbed: bool = False) -> None:
+        """One step. ``disturbed``: the target may have slowed it down. It is no slower than that, then."""
+        slowed = disturbed and seconds >= self.expected(num_tokens)
+        self._cost.record(num_tokens, seconds, disturbed=slowed)
         self._smallest = min(self._smallest or num_tokens, num_tokens)
         self._largest = max(self._largest, num_tokens)
 

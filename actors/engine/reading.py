@@ -7,11 +7,14 @@ it holds all sequences up, and has to be made up for by the tokens that are stil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 TRIAL_SHARE = 0.02
 """Of the time: what a draft at rest may read only to find out whether it is still as it was."""
+SHORTEST_REST, LONGEST_REST = 1.0, 64.0
+"""Seconds between two such trials. Each that fails doubles them."""
 LENGTH_WEIGHT = 1 / 16
 """Of the last answer."""
 
@@ -28,10 +31,10 @@ class AnswerLengths:
             num_tokens if self._mean is None else self._mean + LENGTH_WEIGHT * (num_tokens - self._mean)
         )
 
-    def expected_left(self, most: int) -> float:
-        """Tokens that one still has before it, of which there can be ``most``: as many however long it is
-        already, as those that go on are the long ones."""
-        return most if self._mean is None else min(self._mean, most)
+    def expected_left(self, num_done: int, most: int) -> float:
+        """Tokens that an answer of ``num_done`` so far still has before it, at most ``most``: as many as
+        answers have in all, and where it is longer than that already, as many again."""
+        return most if self._mean is None else min(max(self._mean, num_done), most)
 
 
 class Reading(NamedTuple):
@@ -68,6 +71,40 @@ def worth_reading(readings: Sequence[Reading], num_sequences: int) -> list[int]:
     return found
 
 
-def may_be_tried(reading_seconds: float, rested_seconds: float) -> bool:
-    """Whether a draft that has rested so long may read something only to be measured anew."""
-    return reading_seconds <= TRIAL_SHARE * rested_seconds
+class Trials:
+    """When a draft at rest is asked for tokens although nothing says that it pays: it may have changed."""
+
+    def __init__(self) -> None:
+        self._rest = SHORTEST_REST
+        self._next_at = -math.inf
+        self._rests_since: float | None = None
+
+    def note_rest(self, now: float) -> None:
+        """It is asked for nothing."""
+        if self._rests_since is None:
+            self._rests_since = now
+
+    def note_news(self) -> None:
+        """It has been heard of."""
+        self._rests_since = None
+
+    def note_paying(self) -> None:
+        """It pays, as far as is known."""
+        self._rest = SHORTEST_REST
+
+    def due(self, reading_seconds: float, left_seconds: float, now: float) -> bool:
+        """Whether it may be tried by one sequence.
+
+        Args:
+            reading_seconds: what it would have to read first takes so long.
+            left_seconds: how long the sequence still goes on. What has to be read grows while a draft rests:
+                a long answer may spend a share of what is left of it, too.
+        """
+        rested = 0.0 if self._rests_since is None else now - self._rests_since
+        return now >= self._next_at and reading_seconds <= TRIAL_SHARE * max(rested, left_seconds)
+
+    def begin(self, now: float) -> None:
+        """It is tried now, whether or not anything comes of it."""
+        self._next_at = now + self._rest
+        self._rest = min(2.0 * self._rest, LONGEST_REST)
+        self._rests_since = None

@@ -26,7 +26,7 @@ from paceline.actors.engine.pacing import (
     useful_depth,
 )
 from paceline.actors.engine.payoff import Payoff
-from paceline.actors.engine.reading import AnswerLengths, Reading, may_be_tried, worth_reading
+from paceline.actors.engine.reading import AnswerLengths, Reading, worth_reading
 from paceline.actors.engine.sequence import Drafting, TargetSequence
 
 INITIAL_TAIL = 4
@@ -83,9 +83,14 @@ class Speculator:
         """Window of a sequence that a draft is just being given."""
         if self._config.num_speculative_tokens is not None:
             return self._config.num_speculative_tokens
-        if self.payoff.resting or self.probe.hardware is not Hardware.SEPARATE:
+        if self.payoff.resting or self.shares_hardware:
             return 0  # until ``update_windows`` finds that the moment has come
         return min(INITIAL_TAIL, self._config.tail_limit)
+
+    @property
+    def shares_hardware(self) -> bool:
+        """Whether target and drafts do, or may."""
+        return self.probe.hardware is not Hardware.SEPARATE
 
     # ------------------------------------------------------------------ before the step
 
@@ -225,7 +230,7 @@ class Speculator:
         seconds: float,
         draft_running: bool,
     ) -> None:
-        contended = draft_running and self.probe.hardware is not Hardware.SEPARATE
+        contended = draft_running and self.shares_hardware
         self.step_cost.record(num_decoding, num_tail_tokens, num_prompt_tokens, seconds, disturbed=contended)
         self.probe.record(num_decoding + num_tail_tokens + num_prompt_tokens, draft_running, seconds)
         self._best_tails.clear()
@@ -249,9 +254,7 @@ class Speculator:
         run_ahead = self.probe.run_ahead
         prepares = run_ahead and self.probe.hardware is Hardware.SEPARATE
         # On common hardware a draft that reads a prompt delays the prompts that the target reads.
-        waits_for_prompts = self.probe.hardware is not Hardware.SEPARATE and any(
-            not sequence.is_decoding for sequence in running
-        )
+        waits_for_prompts = self.shares_hardware and any(not item.is_decoding for item in running)
         # But while nobody knows whether hardware is common, one at a time does not wait, so that it shows.
         is_probe_due = self.probe.hardware is Hardware.AUTO
         awake: set[str] = set()
@@ -299,27 +302,24 @@ class Speculator:
         That must pay as the draft was when it was last heard of. Where nothing is known of it, or it has
         rested long enough, one sequence at a time is tried all the same.
         """
-        if self.probe.hardware is Hardware.SEPARATE or self._config.num_speculative_tokens is not None:
+        if not self.shares_hardware or self._config.num_speculative_tokens is not None:
             return tails
-        asked: set[TargetSequence] = set()
-        at_work: set[str] = set()
+        asked = {item for item in tails if item.drafting is not None and item.drafting.window > 0}
         waiting: dict[str, list[TargetSequence]] = {}
         for sequence in tails:
-            drafting = sequence.drafting
-            assert drafting is not None
-            if drafting.window > 0:
-                at_work.add(drafting.peer)
-                asked.add(sequence)
-            else:
-                waiting.setdefault(drafting.peer, []).append(sequence)
+            if sequence.drafting is not None and sequence not in asked:
+                waiting.setdefault(sequence.drafting.peer, []).append(sequence)
         for peer, sequences in waiting.items():
             draft = self._book.drafts[peer]
             readings = [self._reading_of(sequence, draft, num_sequences) for sequence in sequences]
             chosen = worth_reading(readings, num_sequences) if draft.step_cost.known else []
-            if not chosen and peer not in at_work:
+            if chosen:
+                draft.trials.note_paying()
+            else:
                 least = min(range(len(readings)), key=lambda index: readings[index].seconds)
-                rested = draft.rested_seconds(now)
-                if not draft.step_cost.known or may_be_tried(readings[least].seconds, rested):
+                left_seconds = readings[least].num_left * self.step_cost(num_sequences)
+                if draft.trials.due(readings[least].seconds, left_seconds, now):
+                    draft.trials.begin(now)
                     chosen = [least]
             asked.update(sequences[index] for index in chosen)
         return {sequence: best for sequence, best in tails.items() if sequence in asked}
@@ -331,7 +331,7 @@ class Speculator:
         best = self._best_tails_of(sequence, draft, num_sequences, as_known=True)
         return Reading(
             seconds=draft.reading_seconds(len(sequence.token_ids) - (num_known or 0)),
-            num_left=self.answer_lengths.expected_left(sequence.tail_room),
+            num_left=self.answer_lengths.expected_left(sequence.num_completion_tokens, sequence.tail_room),
             saved_seconds=best.saved_seconds,
         )
 
@@ -354,7 +354,7 @@ class Speculator:
         if self._config.num_speculative_tokens is not None or not self.step_cost.known:
             return len(limits)
         pace = faded(self._pace, now - self._pace_at)
-        lock_step = self.probe.hardware is not Hardware.SEPARATE
+        lock_step = self.shares_hardware
         pays = {
             limit: draft_pays(pace, self.step_cost, len(running), limit, lock_step=lock_step)
             for limit in set(limits)
@@ -464,8 +464,9 @@ class Speculator:
 
 
 def _may_wait(sequence: TargetSequence, drafting: Drafting) -> bool:
-    """Whether its draft has yet to read its prompt, and may do so a little later."""
-    return not drafting.chain.started and sequence.num_completion_tokens < PATIENT_TOKENS
+    """Whether its draft has yet to be asked to read its prompt, and may be a little later."""
+    is_begun = drafting.window > 0 or drafting.chain.started
+    return not is_begun and sequence.num_completion_tokens < PATIENT_TOKENS
 
 
 def _expected_and_deadline(

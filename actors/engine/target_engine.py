@@ -449,6 +449,7 @@ class TargetEngine:
             step_seconds,
             [answer for answer in answers if answer is not None],
             num_awake,
+            disturbed=self._speculator.shares_hardware and now - step_seconds < self._round_started,
         )
 
     def decline(self, peer: str, event: Decline) -> None:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 
+from paceline.actors.engine.attached_draft import Draft
 from paceline.actors.engine.config import Hardware, NgramConfig, TargetEngineConfig
 from paceline.actors.engine.estimates import DraftStepCost
-from paceline.actors.engine.reading import TRIAL_SHARE, AnswerLengths, Reading, may_be_tried, worth_reading
+from paceline.actors.engine.messages import Candidates, DraftHello
+from paceline.actors.engine.reading import (
+    LONGEST_REST,
+    SHORTEST_REST,
+    TRIAL_SHARE,
+    AnswerLengths,
+    Reading,
+    Trials,
+    worth_reading,
+)
 from tests.engine.simulation import Simulation
 from tests.engine.test_run_ahead import DRAFT, TARGET, simulation, submit
 
@@ -29,13 +42,15 @@ def num_awake(run: Simulation) -> int:
 
 def test_answers_are_expected_to_be_as_long_as_lately_and_no_longer_than_they_may() -> None:
     lengths = AnswerLengths()
-    assert lengths.expected_left(500) == 500
+    assert lengths.expected_left(0, 500) == 500
     lengths.add(100)
-    assert lengths.expected_left(500) == 100
-    assert lengths.expected_left(30) == 30
+    assert lengths.expected_left(0, 500) == 100
+    assert lengths.expected_left(70, 500) == 100
+    assert lengths.expected_left(70, 30) == 30
     for _ in range(100):
         lengths.add(20)
-    assert lengths.expected_left(500) == pytest.approx(20, abs=1)
+    assert lengths.expected_left(0, 500) == pytest.approx(20, abs=1)
+    assert lengths.expected_left(200, 500) == 200
 
 
 @pytest.mark.parametrize(("num_sequences", "pays"), [(1, True), (4, True), (5, False)])
@@ -69,9 +84,34 @@ def test_reading_for_nothing_does_not_pay_even_where_it_costs_nothing() -> None:
     assert worth_reading([Reading(0.0, 100.0, 0.0), Reading(0.0, 1.0, 1e-6)], 1) == [1]
 
 
-def test_trials_take_a_share_of_the_rest() -> None:
-    assert may_be_tried(0.2, 0.2 / TRIAL_SHARE)
-    assert not may_be_tried(0.2, 0.19 / TRIAL_SHARE)
+def test_trials_take_a_share_of_the_rest_or_of_what_is_left() -> None:
+    trials = Trials()
+    assert trials.due(0.0, 0.0, 100.0), "nothing is known yet"
+    assert not trials.due(0.1, 0.0, 100.0)
+    trials.note_rest(100.0)
+    trials.note_rest(101.0)
+    assert not trials.due(0.1, 0.0, 100.0 + 0.09 / TRIAL_SHARE)
+    assert trials.due(0.1, 0.0, 100.0 + 0.11 / TRIAL_SHARE)
+    assert trials.due(0.1, 0.11 / TRIAL_SHARE, 101.0)
+    trials.note_news()
+    assert not trials.due(0.1, 0.0, 200.0)
+
+
+def test_trials_that_fail_are_ever_rarer_whether_or_not_anything_is_heard() -> None:
+    trials = Trials()
+    moments = []
+    for tenth in range(10_000):
+        now = tenth / 10
+        trials.note_rest(now)
+        if trials.due(0.0, 0.0, now):
+            trials.begin(now)
+            moments.append(now)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    assert pauses[:6] == pytest.approx([SHORTEST_REST * 2**n for n in range(6)])
+    assert pauses[6:] == pytest.approx([LONGEST_REST] * len(pauses[6:]))
+    trials.note_paying()
+    trials.begin(2000.0)
+    assert trials.due(0.0, 0.0, 2000.0 + SHORTEST_REST)
 
 
 @pytest.mark.parametrize(("hardware", "num_prompts"), [(Hardware.SHARED, 1), (Hardware.SEPARATE, 6)])
@@ -134,12 +174,84 @@ def test_a_draft_at_rest_is_tried_by_one_sequence_at_a_time_and_seldom() -> None
 
 
 def test_while_nothing_is_known_of_a_draft_it_reads_one_prompt() -> None:
-    run = simulation(Hardware.SHARED, draft=DRAFT + "&free_tokens=1&per_token_ms=4")
+    run = simulation(Hardware.SHARED, draft=DRAFT.replace("base_ms=2", "base_ms=200"))
     for index in range(8):
-        run.submit(submit(f"{index}", 300, prompt=PROMPT))
-    run.run(until=0.6)  # none of the prompts is being read by the target any more
+        run.submit(submit(f"{index}", 300, prompt=8))
+    run.run(until=0.15)  # the target has read them all, and waits for nobody's prompt
     assert num_awake(run) == 1
     run.run()
+
+
+def test_a_draft_that_never_answers_one_sequence_is_tried_with_the_next() -> None:
+    run = simulation(Hardware.SHARED)
+    assert run.draft is not None
+    receive = run.target.candidates
+
+    def without_first(peer: str, messages: list[Candidates], *args: Any, **named: Any) -> None:
+        others = [item for item in messages if item.sequence_id != "0"]
+        if others:
+            receive(peer, others, *args, **named)
+
+    run.target.candidates = without_first  # type: ignore[method-assign,assignment]
+    for index in range(4):
+        run.submit(submit(f"{index}", 200))
+    run.run()
+    assert run.target.snapshot().num_accepted_tokens_total > 60
+
+
+@pytest.mark.parametrize("slower", [15, 100])
+def test_a_draft_that_was_slow_for_a_while_is_used_again(slower: int) -> None:
+    """Although what it would have to read grows faster than its share of the time for trials."""
+    run = simulation(Hardware.SHARED, draft=DRAFT + "&free_tokens=1&per_token_ms=1")
+    assert run.draft is not None
+    device, step = run.draft_device, run.draft.step
+
+    def slowed() -> None:
+        began = device.clock.now
+        step()
+        if 2.0 < began < 4.0:
+            device.clock.advance((slower - 1) * (device.clock.now - began))
+
+    run.draft.step = slowed  # type: ignore[method-assign]
+    run.submit(submit("long", 2500))
+    run.run(until=15.0)
+    accepted = run.target.snapshot().num_accepted_tokens_total
+    run.run(until=18.0)
+    assert run.target.snapshot().num_accepted_tokens_total - accepted > 100
+
+
+def test_steps_of_many_sequences_do_not_pass_for_reading() -> None:
+    draft = Draft("d", DraftHello("d", "draft", 256, 64, 1024, "model"))
+    for _ in range(9):
+        draft.hear(20, 0.005, [], 20)
+        draft.hear(4, 0.005, [], 4)
+    assert draft.reading_seconds(1000) == 0.0
+    draft.hear(1024, 0.015, [], 4)
+    assert draft.reading_seconds(1024) == pytest.approx(0.010)
+
+
+def test_a_step_that_the_target_slowed_down_is_believed_where_it_is_faster_or_the_first() -> None:
+    cost = DraftStepCost()
+    cost.record(1, 0.006, disturbed=True)
+    assert cost.expected(1) == pytest.approx(0.006)
+    cost.record(1, 0.004)
+    assert cost.expected(1) == pytest.approx(0.004)
+    for _ in range(9):
+        cost.record(1, 0.008, disturbed=True)
+    assert cost.expected(1) == pytest.approx(0.004)
+    for _ in range(9):
+        cost.record(1, 0.003, disturbed=True)
+    assert cost.expected(1) == pytest.approx(0.003)
+
+
+def test_long_answers_after_short_ones_have_drafts_before_one_of_them_has_ended() -> None:
+    run = simulation(Hardware.SHARED, draft=DRAFT + "&free_tokens=1&per_token_ms=0.3")
+    for index in range(20):
+        run.submit(submit(f"short {index}", 10, prompt=PROMPT), time=0.3 * index)
+    for index in range(4):
+        run.submit(submit(f"long {index}", 800, prompt=PROMPT), time=8.0)
+    run.run(until=16.0)
+    assert num_awake(run) >= 3
 
 
 def test_tails_of_fixed_length_are_drafted_whatever_has_to_be_read() -> None:
