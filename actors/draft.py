@@ -202,6 +202,7 @@ class DraftActor:
 
     def _make_hello(self, model: LoadedModel) -> DraftHello:
         limit = self.spec.engine.max_model_len or model.runner.max_model_len
+        cores = model_spec.cores_of(self.spec.model, model.allotment)
         return DraftHello(
             draft_id=self.spec.draft_id,
             model=self.spec.model_name,
@@ -209,6 +210,8 @@ class DraftActor:
             capacity=self.spec.engine.max_num_seqs,
             max_model_len=min(limit, model.runner.max_model_len),
             method="model",
+            host=cores.host,
+            num_threads=cores.num_threads,
         )
 
     async def _run_discovery(self) -> None:

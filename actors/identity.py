@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.actors.machine import NO_CORES, Cores
+
 
 @dataclass(frozen=True)
 class TargetIdentity:
@@ -16,3 +18,4 @@ class TargetIdentity:
     max_model_len: int
     kv_capacity_tokens: int
     """Longest prompt + completion that the KV pool can hold for one sequence alone, in tokens."""
+    cores: Cores = NO_CORES

@@ -13,6 +13,7 @@ from paceline.actors.end_tokens import end_token_ids
 from paceline.actors.engine.batch import ModelRunner
 from paceline.actors.engine.errors import ModelError
 from paceline.actors.grammar import GrammarCompiler
+from paceline.actors.machine import Cores, cores_of_this_process
 from paceline.actors.vocabulary import emulated_vocabulary_hash, vocabulary_hash
 
 if TYPE_CHECKING:
@@ -120,7 +121,17 @@ class Loader(Protocol):
 
 def prepare_thread(spec: ModelSpec) -> None:
     """Set the calling thread up for this model's compute. For the engine's own thread."""
-    threads.apply(spec.num_threads or os.cpu_count() or 1)
+    threads.apply(_num_threads(spec))
+
+
+def cores_of(spec: ModelSpec, allotment: Allotment | None) -> Cores:
+    """What a model that was loaded in this process computes with."""
+    on_cores = allotment is not None and allotment.device.startswith("cpu")
+    return cores_of_this_process(_num_threads(spec) if on_cores else 0)
+
+
+def _num_threads(spec: ModelSpec) -> int:
+    return spec.num_threads or os.cpu_count() or 1
 
 
 def load(

@@ -226,6 +226,7 @@ class TargetActor:
             vocab_size=model.runner.vocab_size,
             max_model_len=engine.max_model_len,
             kv_capacity_tokens=engine.kv_capacity_tokens,
+            cores=model_spec.cores_of(self.spec.model, model.allotment),
         )
 
     def _publish(self, output: TargetOutput) -> None:

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import grpc
@@ -19,6 +19,7 @@ from paceline.actors.engine.messages import DraftHello
 from paceline.actors.engine.target_engine import DraftOutput, TargetEngine
 from paceline.actors.engine_loop import EngineLoop
 from paceline.actors.identity import TargetIdentity
+from paceline.actors.machine import Cores, num_usable_cores, share_cores
 from paceline.actors.outgoing import PendingVerdicts
 from paceline.actors.server_stream import ServerStream, StreamEndError, StreamStatus, answering
 from paceline.actors.vocabulary import check_compatible
@@ -113,7 +114,7 @@ class VerificationServicer(pb_grpc.VerificationServiceServicer):
                 f"{self._identity.target_id!r} speaks {PROTOCOL_VERSION}; run the same release on both",
             )
         try:
-            hello = wire.hello_from_proto(proto)
+            hello = self._compared(wire.hello_from_proto(proto))
             check_compatible(
                 draft_model=proto.model,
                 draft_vocabulary=proto.vocabulary_hash,
@@ -126,6 +127,13 @@ class VerificationServicer(pb_grpc.VerificationServiceServicer):
             logger.error("refused draft %s: %s", proto.draft_id, error)
             raise StreamEndError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
         return hello
+
+    def _compared(self, hello: DraftHello) -> DraftHello:
+        theirs = Cores(hello.host, hello.num_threads)
+        shares_cores = share_cores(self._identity.cores, theirs, num_usable_cores())
+        if shares_cores:
+            logger.info("draft %s computes with the cores of this target: they take turns", hello.draft_id)
+        return replace(hello, shares_cores=shares_cores)
 
     async def _serve(self, draft: AttachedDraft) -> None:
         for other in list(self._drafts.values()):

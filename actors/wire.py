@@ -329,6 +329,8 @@ def hello_to_proto(
         capacity=hello.capacity,
         max_model_len=hello.max_model_len,
         method=hello.method,
+        host=hello.host,
+        num_threads=hello.num_threads,
     )
 
 
@@ -345,6 +347,8 @@ def hello_from_proto(proto: verification.Hello) -> m.DraftHello:
         capacity=proto.capacity,
         max_model_len=proto.max_model_len,
         method=proto.method,
+        host=proto.host,
+        num_threads=proto.num_threads,
     )
 
 

@@ -280,7 +280,8 @@ class SpeculationConfig(Section):
     """Most draft tokens per sequence and step where `num_speculative_tokens` is null."""
     hardware: Literal["auto", "shared", "separate"] = "auto"
     """Whether target and drafts contend for the same processors (then they take turns) or not (then drafts
-    run ahead during the verification); auto = found out from the target's step times."""
+    run ahead during the verification); auto = they do where a machine has too few cores for the threads of
+    both, else found out from the target's step times."""
     wait_for_drafts: bool = True
     """Whether a step may wait a moment for candidates, where that pays or their number is fixed; false = it
     never does."""

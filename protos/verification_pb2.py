@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.protos import generation_pb2 as paceline_dot_protos_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"paceline/protos/verification.proto\x12\x14paceline.internal.v1\x1a paceline/protos/generation.proto\"\x94\x02\n\x0c\x44raftMessage\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.paceline.internal.v1.Hello\x12\x34\n\ncandidates\x18\x02 \x03(\x0b\x32 .paceline.internal.v1.Candidates\x12/\n\x08\x64\x65\x63lines\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Decline\x12.\n\x07goodbye\x18\x04 \x01(\x0b\x32\x1d.paceline.internal.v1.Goodbye\x12\x19\n\x11step_microseconds\x18\x05 \x01(\x04\x12\x13\n\x0bstep_tokens\x18\x06 \x01(\r\x12\x11\n\tnum_awake\x18\x07 \x01(\r\"\xa8\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08\x64raft_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_hash\x18\x04 \x01(\x0c\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x0e\n\x06method\x18\x08 \x01(\t\"\xb0\x01\n\nCandidates\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\x10\n\x08revision\x18\x05 \x01(\r\x12,\n\x04laws\x18\x06 \x03(\x0b\x32\x1e.paceline.internal.v1.DraftLaw\x12\x10\n\x08prepared\x18\x07 \x01(\x08\"6\n\x08\x44raftLaw\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\x12\x13\n\x07weights\x18\x02 \x03(\rB\x02\x10\x01\"=\n\x07\x44\x65\x63line\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xc8\x01\n\rTargetMessage\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.paceline.internal.v1.Welcome\x12)\n\x05opens\x18\x02 \x03(\x0b\x32\x1a.paceline.internal.v1.Open\x12/\n\x08verdicts\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Verdict\x12+\n\x06\x63loses\x18\x04 \x03(\x0b\x32\x1b.paceline.internal.v1.Close\"Y\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttarget_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\"\xb4\x02\n\x04Open\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12-\n\x08stopping\x18\x07 \x01(\x0b\x32\x1b.paceline.v1.StoppingParams\x12+\n\nconstraint\x18\x08 \x01(\x0b\x32\x17.paceline.v1.Constraint\x12+\n\x04rule\x18\t \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x12\n\ndraft_seed\x18\n \x01(\x06\"\xb7\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x1f\n\x13\x63ommitted_token_ids\x18\x05 \x03(\x05\x42\x02\x10\x01\x12\x0e\n\x06window\x18\x06 \x01(\r\x12\x15\n\rbranch_tokens\x18\x07 \x01(\r\x12\x13\n\x0btail_tokens\x18\x08 \x01(\r\"+\n\x05\x43lose\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r2l\n\x13VerificationService\x12U\n\x06\x41ttach\x12\".paceline.internal.v1.DraftMessage\x1a#.paceline.internal.v1.TargetMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"paceline/protos/verification.proto\x12\x14paceline.internal.v1\x1a paceline/protos/generation.proto\"\x94\x02\n\x0c\x44raftMessage\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.paceline.internal.v1.Hello\x12\x34\n\ncandidates\x18\x02 \x03(\x0b\x32 .paceline.internal.v1.Candidates\x12/\n\x08\x64\x65\x63lines\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Decline\x12.\n\x07goodbye\x18\x04 \x01(\x0b\x32\x1d.paceline.internal.v1.Goodbye\x12\x19\n\x11step_microseconds\x18\x05 \x01(\x04\x12\x13\n\x0bstep_tokens\x18\x06 \x01(\r\x12\x11\n\tnum_awake\x18\x07 \x01(\r\"\xcb\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08\x64raft_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x17\n\x0fvocabulary_hash\x18\x04 \x01(\x0c\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x10\n\x08\x63\x61pacity\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x0e\n\x06method\x18\x08 \x01(\t\x12\x0c\n\x04host\x18\t \x01(\t\x12\x13\n\x0bnum_threads\x18\n \x01(\r\"\xb0\x01\n\nCandidates\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\x10\n\x08revision\x18\x05 \x01(\r\x12,\n\x04laws\x18\x06 \x03(\x0b\x32\x1e.paceline.internal.v1.DraftLaw\x12\x10\n\x08prepared\x18\x07 \x01(\x08\"6\n\x08\x44raftLaw\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\x12\x13\n\x07weights\x18\x02 \x03(\rB\x02\x10\x01\"=\n\x07\x44\x65\x63line\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xc8\x01\n\rTargetMessage\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1d.paceline.internal.v1.Welcome\x12)\n\x05opens\x18\x02 \x03(\x0b\x32\x1a.paceline.internal.v1.Open\x12/\n\x08verdicts\x18\x03 \x03(\x0b\x32\x1d.paceline.internal.v1.Verdict\x12+\n\x06\x63loses\x18\x04 \x03(\x0b\x32\x1b.paceline.internal.v1.Close\"Y\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttarget_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\"\xb4\x02\n\x04Open\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\x05\x42\x02\x10\x01\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.SamplingParams\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\x12-\n\x08stopping\x18\x07 \x01(\x0b\x32\x1b.paceline.v1.StoppingParams\x12+\n\nconstraint\x18\x08 \x01(\x0b\x32\x17.paceline.v1.Constraint\x12+\n\x04rule\x18\t \x01(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x12\n\ndraft_seed\x18\n \x01(\x06\"\xb7\x01\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x1f\n\x13\x63ommitted_token_ids\x18\x05 \x03(\x05\x42\x02\x10\x01\x12\x0e\n\x06window\x18\x06 \x01(\r\x12\x15\n\rbranch_tokens\x18\x07 \x01(\r\x12\x13\n\x0btail_tokens\x18\x08 \x01(\r\"+\n\x05\x43lose\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r2l\n\x13VerificationService\x12U\n\x06\x41ttach\x12\".paceline.internal.v1.DraftMessage\x1a#.paceline.internal.v1.TargetMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,25 +45,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTMESSAGE']._serialized_start=95
   _globals['_DRAFTMESSAGE']._serialized_end=371
   _globals['_HELLO']._serialized_start=374
-  _globals['_HELLO']._serialized_end=542
-  _globals['_CANDIDATES']._serialized_start=545
-  _globals['_CANDIDATES']._serialized_end=721
-  _globals['_DRAFTLAW']._serialized_start=723
-  _globals['_DRAFTLAW']._serialized_end=777
-  _globals['_DECLINE']._serialized_start=779
-  _globals['_DECLINE']._serialized_end=840
-  _globals['_GOODBYE']._serialized_start=842
-  _globals['_GOODBYE']._serialized_end=867
-  _globals['_TARGETMESSAGE']._serialized_start=870
-  _globals['_TARGETMESSAGE']._serialized_end=1070
-  _globals['_WELCOME']._serialized_start=1072
-  _globals['_WELCOME']._serialized_end=1161
-  _globals['_OPEN']._serialized_start=1164
-  _globals['_OPEN']._serialized_end=1472
-  _globals['_VERDICT']._serialized_start=1475
-  _globals['_VERDICT']._serialized_end=1658
-  _globals['_CLOSE']._serialized_start=1660
-  _globals['_CLOSE']._serialized_end=1703
-  _globals['_VERIFICATIONSERVICE']._serialized_start=1705
-  _globals['_VERIFICATIONSERVICE']._serialized_end=1813
+  _globals['_HELLO']._serialized_end=577
+  _globals['_CANDIDATES']._serialized_start=580
+  _globals['_CANDIDATES']._serialized_end=756
+  _globals['_DRAFTLAW']._serialized_start=758
+  _globals['_DRAFTLAW']._serialized_end=812
+  _globals['_DECLINE']._serialized_start=814
+  _globals['_DECLINE']._serialized_end=875
+  _globals['_GOODBYE']._serialized_start=877
+  _globals['_GOODBYE']._serialized_end=902
+  _globals['_TARGETMESSAGE']._serialized_start=905
+  _globals['_TARGETMESSAGE']._serialized_end=1105
+  _globals['_WELCOME']._serialized_start=1107
+  _globals['_WELCOME']._serialized_end=1196
+  _globals['_OPEN']._serialized_start=1199
+  _globals['_OPEN']._serialized_end=1507
+  _globals['_VERDICT']._serialized_start=1510
+  _globals['_VERDICT']._serialized_end=1693
+  _globals['_CLOSE']._serialized_start=1695
+  _globals['_CLOSE']._serialized_end=1738
+  _globals['_VERIFICATIONSERVICE']._serialized_start=1740
+  _globals['_VERIFICATIONSERVICE']._serialized_end=1848
 # @@protoc_insertion_point(module_scope)

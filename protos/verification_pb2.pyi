@@ -26,7 +26,7 @@ class DraftMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., candidates: _Optional[_Iterable[_Union[Candidates, _Mapping]]] = ..., declines: _Optional[_Iterable[_Union[Decline, _Mapping]]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., num_awake: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "draft_id", "model", "vocabulary_hash", "vocab_size", "capacity", "max_model_len", "method")
+    __slots__ = ("protocol_version", "draft_id", "model", "vocabulary_hash", "vocab_size", "capacity", "max_model_len", "method", "host", "num_threads")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,8 @@ class Hello(_message.Message):
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     draft_id: str
     model: str
@@ -43,7 +45,9 @@ class Hello(_message.Message):
     capacity: int
     max_model_len: int
     method: str
-    def __init__(self, protocol_version: _Optional[int] = ..., draft_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_hash: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., capacity: _Optional[int] = ..., max_model_len: _Optional[int] = ..., method: _Optional[str] = ...) -> None: ...
+    host: str
+    num_threads: int
+    def __init__(self, protocol_version: _Optional[int] = ..., draft_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_hash: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., capacity: _Optional[int] = ..., max_model_len: _Optional[int] = ..., method: _Optional[str] = ..., host: _Optional[str] = ..., num_threads: _Optional[int] = ...) -> None: ...
 
 class Candidates(_message.Message):
     __slots__ = ("sequence_id", "epoch", "base_position", "token_ids", "revision", "laws", "prepared")

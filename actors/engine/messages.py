@@ -110,6 +110,12 @@ class DraftHello:
     capacity: int
     max_model_len: int
     method: str
+    host: str = ""
+    """The machine whose cores it computes with."""
+    num_threads: int = 0
+    """On these cores; 0: it computes elsewhere."""
+    shares_cores: bool = False
+    """The target computes with the same ones (not told, but found out where the hello is read)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from paceline.actors.engine.pacing import (
     expected_tokens,
     go_or_wait,
     next_arrival,
+    tails_pay,
     useful_depth,
 )
 from paceline.actors.engine.payoff import Payoff
@@ -88,9 +89,21 @@ class Speculator:
         return min(INITIAL_TAIL, self._config.tail_limit)
 
     @property
+    def hardware(self) -> Hardware:
+        """As configured, or as drafts say where they compute, else as step times show; AUTO while nothing is
+        known."""
+        return Hardware.SHARED if self._shares_cores else self.probe.hardware
+
+    @property
     def shares_hardware(self) -> bool:
         """Whether target and drafts do, or may."""
-        return self.probe.hardware is not Hardware.SEPARATE
+        return self.hardware is not Hardware.SEPARATE
+
+    @property
+    def _shares_cores(self) -> bool:
+        if self._config.hardware is not Hardware.AUTO:
+            return False
+        return any(draft.hello.shares_cores for draft in self._book.drafts.values())
 
     # ------------------------------------------------------------------ before the step
 
@@ -251,12 +264,12 @@ class Speculator:
     def _tell_windows(self, running: Sequence[TargetSequence], now: float) -> set[str]:
         """Returns: the drafts that are asked for anything."""
         num_sequences = len(running)
-        run_ahead = self.probe.run_ahead
-        prepares = run_ahead and self.probe.hardware is Hardware.SEPARATE
+        run_ahead = self.probe.run_ahead and not self._shares_cores
+        prepares = run_ahead and not self.shares_hardware
         # On common hardware a draft that reads a prompt delays the prompts that the target reads.
         waits_for_prompts = self.shares_hardware and any(not item.is_decoding for item in running)
         # But while nobody knows whether hardware is common, one at a time does not wait, so that it shows.
-        is_probe_due = self.probe.hardware is Hardware.AUTO
+        is_probe_due = self.hardware is Hardware.AUTO
         awake: set[str] = set()
         tails: dict[TargetSequence, TailLengths] = {}
         for sequence in running:
@@ -322,7 +335,27 @@ class Speculator:
                     draft.trials.begin(now)
                     chosen = [least]
             asked.update(sequences[index] for index in chosen)
+        if len(asked) < num_sequences and not self._pays_for_some(asked, tails, num_sequences):
+            # What is being read is read to its end.
+            asked = {item for item in asked if item.drafting is not None and not item.drafting.chain.started}
         return {sequence: best for sequence, best in tails.items() if sequence in asked}
+
+    def _pays_for_some(
+        self, asked: set[TargetSequence], tails: dict[TargetSequence, TailLengths], num_sequences: int
+    ) -> bool:
+        """Whether drafting for some of the sequences is worth what it costs all of them. Tails that are still
+        to come count as if they were there."""
+        drafts = {s.drafting.peer for s in asked if s.drafting is not None}
+        paces = [self._book.drafts[peer].known_pace for peer in drafts]
+        if not paces or not self.step_cost.known:
+            return True
+        return tails_pay(
+            [(s.drafting.acceptance.optimistic, tails[s].ready) for s in asked if s.drafting is not None],
+            num_sequences,
+            max(pace.seconds_per_token for pace in paces),
+            max(pace.rtt_seconds for pace in paces),
+            self.step_cost,
+        )
 
     def _reading_of(self, sequence: TargetSequence, draft: Draft, num_sequences: int) -> Reading:
         drafting = sequence.drafting
@@ -449,7 +482,7 @@ class Speculator:
         def step_cost(num_tokens: int) -> float:
             return self.step_cost(num_tokens * num_sequences)
 
-        if self.probe.hardware is Hardware.SEPARATE:
+        if not self.shares_hardware:
             return best_tail_lengths(
                 acceptance,
                 *pace,

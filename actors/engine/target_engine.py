@@ -491,7 +491,7 @@ class TargetEngine:
             num_cached_blocks=self._cache.num_blocks,
             draining=self._draining,
             fault=self._fault,
-            hardware=self._speculator.probe.hardware,
+            hardware=self._speculator.hardware,
             overlap_ratio=self._speculator.probe.ratio or 0.0,
             drafting_gain=self._speculator.payoff.gain or 0.0,
             drafts_rest=self._speculator.payoff.resting,

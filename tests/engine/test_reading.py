@@ -11,6 +11,7 @@ from paceline.actors.engine.attached_draft import Draft
 from paceline.actors.engine.config import Hardware, NgramConfig, TargetEngineConfig
 from paceline.actors.engine.estimates import DraftStepCost
 from paceline.actors.engine.messages import Candidates, DraftHello
+from paceline.actors.engine.pacing import tails_pay
 from paceline.actors.engine.reading import (
     LONGEST_REST,
     SHORTEST_REST,
@@ -77,6 +78,30 @@ def test_a_first_step_that_reads_a_prompt_says_little_of_those_that_follow() -> 
     cost.record(4, 0.03)
     assert cost.expected(4) == pytest.approx(0.03)
     assert cost.expected(8) == pytest.approx(0.03 + 4 * (0.384 - 0.03) / 188)
+
+
+def test_tails_of_some_have_to_make_up_for_the_wait_of_all() -> None:
+    def step_cost(num_tokens: int) -> float:
+        return 0.1 + 0.005 * num_tokens
+
+    some = [(0.8, 4)]
+    assert tails_pay(some, 1, 0.02, 0.001, step_cost)
+    assert not tails_pay(some, 6, 0.02, 0.001, step_cost)
+    assert tails_pay(some * 5, 6, 0.02, 0.001, step_cost)
+    assert not tails_pay([(0.1, 4)], 1, 0.02, 0.001, step_cost)
+
+
+def test_a_draft_is_not_kept_busy_for_one_of_many() -> None:
+    """The others answer too shortly, or ask for nothing, to be drafted for."""
+    run = simulation(Hardware.SHARED, draft=DRAFT.replace("base_ms=2", "base_ms=8"))
+    run.submit(submit("drafted", 300))
+    for index in range(7):
+        run.submit(submit(f"plain {index}", 300, drafted=False))
+    busy = 0
+    for hundredth in range(300, 500):
+        run.run(until=hundredth / 100)
+        busy += num_awake(run)
+    assert busy < 30
 
 
 def test_reading_for_nothing_does_not_pay_even_where_it_costs_nothing() -> None:
