@@ -14,7 +14,7 @@ class Cores(NamedTuple):
     """What a process computes with, where that is a machine's processor cores."""
 
     host: str
-    """Names the machine, or what is taken for one; empty: unknown."""
+    """Names the machine and those of its cores that the process may run on; empty: unknown."""
     num_threads: int
     """0: it computes elsewhere, or not at all."""
 
@@ -28,9 +28,13 @@ def cores_of_this_process(num_threads: int) -> Cores:
 
 def num_usable_cores() -> int:
     """Cores that this process may run on."""
+    return len(_usable_cores())
+
+
+def _usable_cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def share_cores(first: Cores, second: Cores, num_cores: int) -> bool:
@@ -42,9 +46,10 @@ def share_cores(first: Cores, second: Cores, num_cores: int) -> bool:
 
 
 def _host() -> str:
-    """Containers of one machine have names of their own, machines that are named alike boots of their own."""
+    """Containers of one machine have names of their own, machines that are named alike boots of their own;
+    processes that are pinned to other cores are as good as on another machine."""
     try:
         boot_id = _BOOT_ID.read_text().strip()
     except OSError:
         boot_id = ""
-    return f"{socket.gethostname()}/{boot_id}"
+    return f"{socket.gethostname()}/{boot_id}/{sum(1 << core for core in _usable_cores()):x}"

@@ -66,6 +66,7 @@ class Draft:
     num_others: int = 0
     """Sequences of other targets that it is busy with, by its last word."""
     trials: Trials = field(default_factory=Trials)
+    _is_tried: bool = False
     trust: float = 1.0
     """In what is known of its speed. While it rests nothing is learnt, and what slowed it down may be over:
     doubt grows until it is worth another try."""
@@ -132,11 +133,19 @@ class Draft:
                 others = self.step_cost.expected(max(num_awake, 1))
                 self.read_seconds.add(max(seconds - others, 0.0) / num_tokens)
             self.step_cost.record(num_tokens, seconds, disturbed=disturbed)
+        if self._is_tried and any(not answer.prepared for answer in answers):
+            self._is_tried = False
+            self.response_seconds = RecentMedian()
         for prepared, known in ((False, self.response_seconds), (True, self.prepared_seconds)):
             times = [answer.seconds for answer in answers if answer.prepared is prepared]
             if times:
                 known.add(median_low(times))
         self.num_others = max(num_awake - self.num_awake, 0)
+
+    def begin_trial(self, now: float) -> None:
+        """It is asked to find out what it is like now: its next answer counts instead of those before."""
+        self.trials.begin(now)
+        self._is_tried = True
 
     def doubt(self, now: float) -> None:
         """A step has passed in which it rested."""

@@ -217,6 +217,7 @@ class DraftBook:
             return None
         chain = drafting.chain
         started, revision = chain.started, chain.revision
+        caught_up = not drafting.catching_up
         received = chain.receive(
             message.revision,
             message.base_position,
@@ -231,8 +232,9 @@ class DraftBook:
         answer: Answer | None = None
         if received is not Received.STALE:
             seconds = drafting.hear(message.base_position, chain.revision != revision, now)
-            # The first of a stay comes after a prefill, which is not how long an answer takes.
-            if started and seconds is not None and seconds > 0.0:
+            # The first of a stay comes after a prefill, and the first after a rest after what was committed
+            # meanwhile has been read, which is not how long an answer takes.
+            if started and caught_up and seconds is not None and seconds > 0.0:
                 draft = self._drafts[peer]
                 if chain.revision != revision:
                     draft.preparedness.record(1, int(message.prepared))

@@ -128,27 +128,6 @@ def best_tail_lengths(
     return best
 
 
-def tails_pay(
-    tails: Sequence[tuple[float, int]],
-    num_sequences: int,
-    draft_seconds: float,
-    rtt_seconds: float,
-    step_cost: StepCost,
-) -> bool:
-    """Whether rounds in which only some of the sequences have tails, and all wait for them, give more tokens
-    per second than plain steps.
-
-    Args:
-        tails: acceptance and length of each.
-        draft_seconds: of a step of the draft, which makes a token of each.
-        step_cost: T of a step of so many tokens.
-    """
-    expected = num_sequences + sum(expected_tokens(alpha, length) - 1.0 for alpha, length in tails)
-    draft = max(length for _, length in tails) * draft_seconds
-    verify = step_cost(num_sequences + sum(length for _, length in tails))
-    return expected * step_cost(num_sequences) > num_sequences * (draft + rtt_seconds + verify)
-
-
 def useful_depth(acceptance: float, num_sequences: int) -> int:
     """How far past the committed tokens a draft token is worth its making: where it is needed with a
     probability α^depth above ``LEAST_NEEDED``, and above more the more sequences pay for it: each token of

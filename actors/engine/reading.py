@@ -15,6 +15,9 @@ TRIAL_SHARE = 0.02
 """Of the time: what a draft at rest may read only to find out whether it is still as it was."""
 SHORTEST_REST, LONGEST_REST = 1.0, 64.0
 """Seconds between two such trials. Each that fails doubles them."""
+DOUBT_SECONDS = 30.0
+"""Of rest, after which a draft is taken to read twice as fast as it did: what has to be read may grow faster
+than any share of the time, and what slowed it down may be over."""
 LENGTH_WEIGHT = 1 / 16
 """Of the last answer."""
 
@@ -101,7 +104,8 @@ class Trials:
                 a long answer may spend a share of what is left of it, too.
         """
         rested = 0.0 if self._rests_since is None else now - self._rests_since
-        return now >= self._next_at and reading_seconds <= TRIAL_SHARE * max(rested, left_seconds)
+        doubted_seconds = reading_seconds * 0.5 ** (rested / DOUBT_SECONDS)
+        return now >= self._next_at and doubted_seconds <= TRIAL_SHARE * max(rested, left_seconds)
 
     def begin(self, now: float) -> None:
         """It is tried now, whether or not anything comes of it."""

@@ -23,7 +23,6 @@ from paceline.actors.engine.pacing import (
     expected_tokens,
     go_or_wait,
     next_arrival,
-    tails_pay,
     useful_depth,
 )
 from paceline.actors.engine.payoff import Payoff
@@ -103,7 +102,8 @@ class Speculator:
     def _shares_cores(self) -> bool:
         if self._config.hardware is not Hardware.AUTO:
             return False
-        return any(draft.hello.shares_cores for draft in self._book.drafts.values())
+        drafts = self._book.drafts.values()
+        return any(draft.hello.shares_cores and draft.sequences for draft in drafts)
 
     # ------------------------------------------------------------------ before the step
 
@@ -332,30 +332,10 @@ class Speculator:
                 least = min(range(len(readings)), key=lambda index: readings[index].seconds)
                 left_seconds = readings[least].num_left * self.step_cost(num_sequences)
                 if draft.trials.due(readings[least].seconds, left_seconds, now):
-                    draft.trials.begin(now)
+                    draft.begin_trial(now)
                     chosen = [least]
             asked.update(sequences[index] for index in chosen)
-        if len(asked) < num_sequences and not self._pays_for_some(asked, tails, num_sequences):
-            # What is being read is read to its end.
-            asked = {item for item in asked if item.drafting is not None and not item.drafting.chain.started}
         return {sequence: best for sequence, best in tails.items() if sequence in asked}
-
-    def _pays_for_some(
-        self, asked: set[TargetSequence], tails: dict[TargetSequence, TailLengths], num_sequences: int
-    ) -> bool:
-        """Whether drafting for some of the sequences is worth what it costs all of them. Tails that are still
-        to come count as if they were there."""
-        drafts = {s.drafting.peer for s in asked if s.drafting is not None}
-        paces = [self._book.drafts[peer].known_pace for peer in drafts]
-        if not paces or not self.step_cost.known:
-            return True
-        return tails_pay(
-            [(s.drafting.acceptance.optimistic, tails[s].ready) for s in asked if s.drafting is not None],
-            num_sequences,
-            max(pace.seconds_per_token for pace in paces),
-            max(pace.rtt_seconds for pace in paces),
-            self.step_cost,
-        )
 
     def _reading_of(self, sequence: TargetSequence, draft: Draft, num_sequences: int) -> Reading:
         drafting = sequence.drafting

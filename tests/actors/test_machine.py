@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,25 @@ def test_a_model_computes_with_its_threads_and_an_emulated_one_with_none(tmp_pat
     assert model_spec.cores_of(emulated, loaded.allotment).num_threads == 0
 
 
+def test_processes_that_are_pinned_to_other_cores_are_not_in_each_others_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    mine = cores_of_this_process(2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3})
+    assert not share_cores(mine, cores_of_this_process(2), 2)
+
+
 @pytest.mark.parametrize(
-    ("host", "configured", "found"),
+    ("host", "configured", "takes_turns"),
     [
-        ("here", Hardware.AUTO, Hardware.SHARED),
-        ("there", Hardware.AUTO, Hardware.AUTO),
-        ("here", Hardware.SEPARATE, Hardware.SEPARATE),
+        ("here", Hardware.AUTO, True),
+        ("there", Hardware.AUTO, False),
+        ("here", Hardware.SEPARATE, False),
     ],
 )
 async def test_a_draft_that_computes_with_its_targets_cores_takes_turns_from_the_first_step(
-    pool: Any, monkeypatch: pytest.MonkeyPatch, host: str, configured: Hardware, found: Hardware
+    pool: Any, monkeypatch: pytest.MonkeyPatch, host: str, configured: Hardware, takes_turns: bool
 ) -> None:
     monkeypatch.setattr(verification_server, "num_usable_cores", lambda: 2)
     monkeypatch.setattr(model_spec, "cores_of", lambda spec, allotment: Cores("here", 2))
@@ -71,4 +81,8 @@ async def test_a_draft_that_computes_with_its_targets_cores_takes_turns_from_the
     async with raw_draft(target, hello(host=host, num_threads=2)) as call:
         await call.read()
         assert [draft.shares_cores for draft in target.drafts] == [host == "here"]
-        assert (await target.status())["engine"]["hardware"] == found.value
+        client = await pool.client(target)
+        client.submit(pool.make_submit("a", [1, 2, 3], 1500))
+        await pool.until(lambda: "a" in pool.gateway.tokens)
+        found = (await target.status())["engine"]["hardware"]
+        assert (found == Hardware.SHARED.value) is takes_turns
