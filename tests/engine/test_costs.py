@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from paceline.actors.engine.config import TargetEngineConfig
+from paceline.actors.engine.config import Hardware, TargetEngineConfig
 from paceline.actors.engine.emulated import EmulatedRunner
 from paceline.actors.engine.parameters import SamplingParams
 from paceline.actors.engine.target_engine import TargetEngine
@@ -36,6 +36,8 @@ class Work:
             max_num_waiting=num_sequences,
             max_num_batched_tokens=4096,
             num_speculative_tokens=4 if drafted else None,
+            # How far drafts run ahead follows from times, and would be counted here.
+            hardware=Hardware.SHARED,
             wait_for_drafts=False,
         )
         runner = EmulatedRunner.from_source(MODEL, num_blocks=num_blocks, block_size=16)
