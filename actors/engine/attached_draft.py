@@ -67,6 +67,7 @@ class Draft:
     """Sequences of other targets that it is busy with, by its last word."""
     trials: Trials = field(default_factory=Trials)
     _is_tried: bool = False
+    """No answer has come since the last trial began."""
     trust: float = 1.0
     """In what is known of its speed. While it rests nothing is learnt, and what slowed it down may be over:
     doubt grows until it is worth another try."""
@@ -94,8 +95,10 @@ class Draft:
 
     def _pace(self, trust: float) -> Pace:
         step = trust * self.step_cost.expected(self._batch(len(self.sequences), trust))
-        latency = self.response_seconds.value or 2.0 * step
-        return Pace(step, max(trust * latency - step, 0.0))
+        return Pace(step, max(trust * self._latency(step) - step, 0.0))
+
+    def _latency(self, step_seconds: float) -> float:
+        return self.response_seconds.value or 2.0 * step_seconds
 
     def reading_seconds(self, num_tokens: int) -> float:
         """Until it has read so many tokens; nothing before it has read any."""
@@ -155,7 +158,7 @@ class Draft:
     @property
     def latency(self) -> float:
         """Expected time from a verdict to the next candidates; before it was measured, two steps."""
-        return self.response_seconds.value or 2.0 * self.pace.seconds_per_token
+        return self._latency(self.pace.seconds_per_token)
 
     def can_follow(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens leaves it room to propose any."""

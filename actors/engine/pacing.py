@@ -88,6 +88,20 @@ class TailLengths:
     """Where draft and target take turns: how much sooner each token comes than without a draft."""
 
 
+def turn_tail_lengths(
+    acceptance: float, draft_seconds: float, rtt_seconds: float, step_cost: StepCost, max_tokens: int
+) -> TailLengths:
+    """The best tail of a draft that takes turns with its target, and what it saves; arguments as of
+    ``best_num_speculative_tokens``."""
+    best = best_num_speculative_tokens(
+        acceptance, draft_seconds, rtt_seconds, step_cost, max_tokens, lock_step=True
+    )
+    if best == 0:
+        return TailLengths(0, 0)
+    seconds = best * draft_seconds + rtt_seconds + step_cost(best + 1)
+    return TailLengths(best, best, step_cost(1) - seconds / expected_tokens(acceptance, best))
+
+
 def best_tail_lengths(
     acceptance: float,
     draft_seconds: float,

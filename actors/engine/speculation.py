@@ -17,12 +17,12 @@ from paceline.actors.engine.pacing import (
     OverlapProbe,
     TailLengths,
     allocate_tails,
-    best_num_speculative_tokens,
     best_tail_lengths,
     draft_window,
     expected_tokens,
     go_or_wait,
     next_arrival,
+    turn_tail_lengths,
     useful_depth,
 )
 from paceline.actors.engine.payoff import Payoff
@@ -67,7 +67,7 @@ class Speculator:
         self.probe = OverlapProbe(config.hardware)
         self.answer_lengths = AnswerLengths()
         self._best_tails: dict[tuple[str, bool, int, int], TailLengths] = {}
-        """Memo of one step: (draft, whether as known, acceptance in 1/32, limit) -> best tails."""
+        """Memo of one step: (draft, whether without doubt in it, acceptance in 1/32, limit) -> best tails."""
         self._all_told_to_rest = False
         """No draft has been asked for anything since a rest began."""
         self._pace = UNKNOWN_PACE
@@ -276,23 +276,22 @@ class Speculator:
             draft = self._book.draft_of(sequence)
             if draft is None or sequence.drafting is None:
                 continue
-            best = self._best_tails_of(sequence, draft, num_sequences)
-            sequence.tail_target = best.fresh
-            if best.ready:
+            wanted = self._best_tails_of(sequence, draft, num_sequences)
+            sequence.tail_target = wanted.fresh
+            if wanted.ready:
                 if waits_for_prompts and not is_probe_due and _may_wait(sequence, sequence.drafting):
                     awake.add(draft.peer)
                 else:
                     is_probe_due = False
-                    tails[sequence] = best
+                    tails[sequence] = wanted
         tails = self._without_dear_readers(tails, num_sequences, now)
         for sequence in running:
             draft = self._book.draft_of(sequence)
             if draft is None or sequence.drafting is None:
                 continue
             window = branch_tokens = 0
-            best_of_asked = tails.get(sequence)
-            if best_of_asked is not None:
-                best = best_of_asked
+            best = tails.get(sequence)
+            if best is not None:
                 awake.add(draft.peer)
                 window = draft_window(
                     best.ready,
@@ -358,10 +357,11 @@ class Speculator:
         drafts = [d for d in self._book.drafts.values() if d.step_cost.known]
         if drafts:
             self._pace_at = now
+            paces = [draft.pace for draft in drafts]
             self._pace = DraftPace(
                 acceptance=sum(draft.acceptance.optimistic for draft in drafts) / len(drafts),
-                seconds_per_token=sum(draft.pace.seconds_per_token for draft in drafts) / len(drafts),
-                rtt_seconds=sum(draft.pace.rtt_seconds for draft in drafts) / len(drafts),
+                seconds_per_token=sum(pace.seconds_per_token for pace in paces) / len(drafts),
+                rtt_seconds=sum(pace.rtt_seconds for pace in paces) / len(drafts),
             )
         limits = [sequence.tail_limit for sequence in running if sequence.tail_limit > 0]
         if self._config.num_speculative_tokens is not None or not self.step_cost.known:
@@ -444,10 +444,12 @@ class Speculator:
             return TailLengths(initial, initial)
         assert sequence.drafting is not None
         acceptance = math.ceil(sequence.drafting.acceptance.optimistic * 32)
-        key = (draft.peer, as_known, acceptance, limit)
+        # Of a draft in which there is no doubt both are the same.
+        undoubted = as_known or draft.trust == 1.0
+        key = (draft.peer, undoubted, acceptance, limit)
         best = self._best_tails.get(key)
         if best is None:
-            pace = draft.known_pace if as_known else draft.pace
+            pace = draft.known_pace if undoubted else draft.pace
             best = self._best_tails[key] = self._compute_best_tails(
                 draft, pace, min(acceptance / 32, MAX_ACCEPTANCE), limit, num_sequences
             )
@@ -471,9 +473,7 @@ class Speculator:
                 draft.preparedness.rate,
                 draft.prepared_seconds.value or 0.0,
             )
-        best = best_num_speculative_tokens(acceptance, *pace, step_cost, limit, lock_step=True)
-        seconds = best * pace.seconds_per_token + (pace.rtt_seconds if best else 0.0) + step_cost(best + 1)
-        return TailLengths(best, best, step_cost(1) - seconds / expected_tokens(acceptance, best))
+        return turn_tail_lengths(acceptance, *pace, step_cost, limit)
 
 
 def _may_wait(sequence: TargetSequence, drafting: Drafting) -> bool:
